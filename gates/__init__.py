@@ -1,0 +1,1 @@
+"""The gates as pytest suites, with the bundled campaigns and criteria beside them."""

@@ -1,0 +1,178 @@
+"""Turns a campaign's criteria into tests, one per criterion, arm and level.
+
+Live (default): the campaign is run, sealed, and judged from disk. With ``--evidence RUN`` saved evidence
+is judged; no server is needed. pytest is the runner, not the verdict: a criterion of a selected gate is
+never skipped, and only PASS passes. The verdict file says which of STOP and INCONCLUSIVE it was.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from harness import arms, store
+from harness.console import ConsoleObserver
+from harness.errors import HarnessError
+from harness.judge import criterion_ids
+from harness.judging import judge_directory, saved_plan
+from harness.plan import DEFAULT_CAMPAIGN, GATES, Plan, load_campaign, make_plan, read_model_config
+from harness.run import CampaignRun, model_directory
+from harness.verdicts import CriterionResult, SignOff
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of the gates."""
+    group = parser.getgroup("kvgate")
+    group.addoption(
+        "--campaign",
+        default=DEFAULT_CAMPAIGN,
+        help=f"campaign file or name of a bundled one to run live (default: {DEFAULT_CAMPAIGN})",
+    )
+    group.addoption(
+        "--evidence", type=Path, default=None, metavar="RUN", help="judge this saved run instead"
+    )
+    group.addoption("--runs", type=Path, default=Path("runs"), help="where live runs go (default: runs)")
+
+
+RecordProperty = Callable[[str, object], None]
+
+
+@dataclass
+class _Session:
+    """What one pytest session judges; the live run happens once, when first asked for."""
+
+    config: pytest.Config
+    plan: Plan | None
+    gates: list[str] = field(default_factory=list)
+    signoff: SignOff | None = None
+    run_path: Path | None = None
+
+    def judged(self) -> SignOff:
+        """The sign-off, after running the campaign when there is no evidence yet."""
+        if self.signoff is None:
+            evidence: Path | None = self.config.getoption("--evidence")
+            self.run_path = evidence if evidence is not None else self._run_live()
+            self.signoff = judge_directory(self.run_path)
+            store.write_verdict(self.run_path, self.signoff)
+        return self.signoff
+
+    def _run_live(self) -> Path:
+        home = arms.default_home()
+        campaign, text = load_campaign(self.config.getoption("--campaign"))
+        model_dir = model_directory(campaign, home)
+        plan = make_plan(
+            campaign, text, model_config=read_model_config(model_dir), gates=self.gates
+        )
+        with ConsoleObserver(Console(stderr=True)) as observer:
+            return CampaignRun(
+                plan,
+                runs_root=self.config.getoption("--runs"),
+                home=home,
+                model_dir=model_dir,
+                observer=observer,
+            ).execute()
+
+
+_KEY: pytest.StashKey[_Session] = pytest.StashKey()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Reads the plan, which names the tests. Wrong input ends pytest with a usage error."""
+    evidence: Path | None = config.getoption("--evidence")
+    try:
+        if evidence is not None:
+            plan = saved_plan(evidence)
+        else:
+            campaign, text = load_campaign(config.getoption("--campaign"))
+            model_dir = model_directory(campaign, arms.default_home())
+            plan = make_plan(campaign, text, model_config=read_model_config(model_dir))
+    except HarnessError as error:
+        raise pytest.UsageError(str(error)) from error
+    config.stash[_KEY] = _Session(config, plan)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test per criterion, arm and level of the module's gate."""
+    if "criterion_id" in metafunc.fixturenames:
+        plan = metafunc.config.stash[_KEY].plan
+        gate = next(m.name for m in metafunc.definition.iter_markers() if m.name in GATES)
+        ids = criterion_ids(plan, gate) if plan is not None else []
+        metafunc.parametrize("criterion_id", ids, ids=ids)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is left after ``-m`` decides which gates a live run runs."""
+    names = {marker.name for item in session.items for marker in item.iter_markers()}
+    session.config.stash[_KEY].gates = [gate for gate in GATES if gate in names]
+
+
+@pytest.fixture(scope="session")
+def signoff(pytestconfig: pytest.Config) -> SignOff:
+    """The sign-off that every test of the session reads."""
+    return pytestconfig.stash[_KEY].judged()
+
+
+@pytest.fixture
+def judge_criterion(signoff: SignOff, record_property: RecordProperty) -> JudgeCriterion:
+    """Asserts one criterion and writes value and bound into the JUnit XML."""
+    return JudgeCriterion(signoff, record_property)
+
+
+@dataclass
+class JudgeCriterion:
+    """Looks a criterion up in the sign-off; only PASS passes."""
+
+    signoff: SignOff
+    record: RecordProperty
+
+    def __call__(self, criterion_id: str) -> None:
+        found = [c for gate in self.signoff.gates for c in gate.criteria if c.id == criterion_id]
+        if not found:
+            reasons = [r for gate in self.signoff.gates for r in gate.reasons]
+            self.record("verdict", self.signoff.verdict.value)
+            lines = "\n".join(f"  {r.code.value}: {r.text}" for r in reasons)
+            pytest.fail(f"{criterion_id}: not judged\n{lines}", pytrace=False)
+        result = found[0]
+        bound = f"{result.bound.comparison} {result.bound.target:g}"
+        for name, value in (
+            ("verdict", result.verdict.value),
+            ("value", result.measurement.value),
+            ("unit", result.measurement.unit.value),
+            ("n", result.measurement.n),
+            ("bound", bound),
+        ):
+            self.record(name, value)
+        if result.verdict.value != "PASS":
+            pytest.fail(_message(result, bound), pytrace=False)
+
+    def gate(self, name: str) -> None:
+        """Asserts the verdict of a whole gate, which also covers a run that ended early."""
+        gate = next((g for g in self.signoff.gates if g.gate == name), None)
+        verdict = gate.verdict.value if gate else self.signoff.verdict.value
+        self.record("verdict", verdict)
+        if gate is None or verdict != "PASS":
+            source = [gate] if gate else self.signoff.gates
+            reasons = [r for g in source for r in g.reasons]
+            lines = "\n".join(f"  {r.code.value}: {r.text}" for r in reasons)
+            pytest.fail(f"{name}: {verdict if gate else 'NOT RUN'}\n{lines}", pytrace=False)
+
+
+def _message(result: CriterionResult, bound: str) -> str:
+    lines = [f"{result.id}: {result.verdict.value}, value {result.measurement.value}, bound {bound}"]
+    lines += [f"  {r.code.value}: {r.text} [{r.evidence}]" for r in result.reasons]
+    return "\n".join(lines)
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Names the verdict and its file after the tests."""
+    session = config.stash.get(_KEY, None)
+    if session is not None and session.signoff is not None and session.run_path is not None:
+        path = os.path.relpath(session.run_path)
+        terminalreporter.write_line(f"kvgate: {session.signoff.verdict.value}, run {path}")

@@ -1,0 +1,72 @@
+"""What one arm showed at one level: the numbers of charts and tables. Pure; judges nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from harness import stats
+from harness.analysis.measures import RunNumbers, steady_throughput
+from harness.analysis.numbers import TrialNumbers, select
+from harness.verdicts import Cell, finite_or_inf
+
+
+def cells(run: RunNumbers, *, steady_cycles: int) -> tuple[Cell, ...]:
+    """One cell per arm and level of the waves, and one per arm of the steady window."""
+    found: dict[tuple[str, str, int], None] = {}
+    for n in run.trials:
+        if n.facts.workload in ("cold_recovery", "steady"):
+            found[(n.facts.arm, n.facts.workload, n.facts.concurrency)] = None
+    return tuple(
+        _cell(run, arm, workload, level, steady_cycles) for arm, workload, level in found
+    )
+
+
+def _cell(run: RunNumbers, arm: str, workload: str, level: int, steady_cycles: int) -> Cell:
+    trials = select(run.trials, arm=arm, workload=workload, level=level)
+    waves = [n for n in trials if n.requests]
+    statistics = [stats.wave_statistic(n.ttft_s) for n in waves]
+    if workload == "steady":
+        rates = [steady_throughput(n, steady_cycles) for n in waves]
+    else:
+        rates = [stats.round9(n.wave_throughput) for n in waves]
+    requests = [r for n in trials for r in n.requests]
+    prompt_tokens = sum(r.prompt_tokens or 0 for r in requests)
+    return Cell(
+        arm=arm,
+        workload=workload,
+        level=level,
+        repetitions=len(trials),
+        ttft_s=tuple(finite_or_inf(stats.round9(t)) for n in waves for t in n.ttft_s),
+        ttft_wave_s=tuple(finite_or_inf(stats.round9(value)) for value, _ in statistics),
+        ttft_estimator=statistics[0][1] if statistics else "none",
+        throughput_tokens_per_s=tuple(rate for rate in rates if rate is not None),
+        prompt_tokens=prompt_tokens,
+        tokens_by_source=_by_source(waves, prompt_tokens),
+        tier_read_bytes=_sum([n.counters.total("tier_read_bytes") for n in waves]),
+        disk_read_bytes=_sum([n.disk_read_bytes for n in waves]),
+        requests_ok=sum(1 for n in trials for r in n.requests if r not in n.failed),
+        requests=len(requests),
+        valid=bool(trials) and all(n.id in run.valid for n in trials),
+    )
+
+
+def _by_source(trials: Sequence[TrialNumbers], prompt_tokens: int) -> dict[str, int | None]:
+    """Prompt tokens by where their KV came from; None: no counter tells."""
+    connector = any((n.server.effective if n.server else {}).get("connector") == "kvgate" for n in trials)
+    device = _sum([n.counters.get("device_hit_tokens") for n in trials])
+    host = _sum([n.counters.get("tier_hit_tokens/host") for n in trials]) if connector else 0
+    disk = _sum([n.counters.get("tier_hit_tokens/disk") for n in trials]) if connector else 0
+    known = (device, host, disk)
+    recomputed = (
+        None
+        if any(value is None for value in known)
+        else prompt_tokens - sum(value for value in known if value is not None)
+    )
+    return {"device": device, "host": host, "disk": disk, "recomputed": recomputed}
+
+
+def _sum(values: Sequence[float | None]) -> int | None:
+    if not values or any(value is None for value in values):
+        return None
+    return int(math.fsum(value for value in values if value is not None))

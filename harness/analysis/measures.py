@@ -1,0 +1,413 @@
+"""One function per measure that a criterion can name; `MEASURES` is their registry. Pure.
+
+A measure that cannot be computed has value None and says why in ``detail["absent"]``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from harness import stats
+from harness.analysis import oracles
+from harness.analysis.numbers import TrialNumbers, select, tier_facts
+from harness.records import Outcome
+from harness.verdicts import Measurement, Unit, finite_or_inf
+
+# Noise of recompute against itself is measured on a handful of sessions; its maximum over so few
+# underestimates the true one. The bounded oracle allows this multiple of it, and never less than this.
+NOISE_MULTIPLE = 4.0
+NOISE_FLOOR_NATS = 1e-3
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a criterion asks of a measure."""
+
+    name: str
+    arm: str
+    baseline: str | None
+    level: int | None
+    reference_arm: str | None
+
+
+@dataclass(frozen=True)
+class RunNumbers:
+    """All trials with the ids of those whose evidence is valid."""
+
+    trials: tuple[TrialNumbers, ...]
+    valid: frozenset[str]
+
+    def valid_trials(self, arm: str, workload: str, level: int | None) -> list[TrialNumbers]:
+        """Valid trials of a cell."""
+        found = select(self.trials, arm=arm, workload=workload, level=level)
+        return [n for n in found if n.id in self.valid]
+
+
+Measure = Callable[[RunNumbers, Request], Measurement]
+
+
+def measure(run: RunNumbers, request: Request) -> Measurement:
+    """Computes one measurement. Raises KeyError on an unknown measure, naming the known ones."""
+    if request.name not in MEASURES:
+        raise KeyError(f"no measure {request.name!r}; known: {', '.join(sorted(MEASURES))}")
+    return MEASURES[request.name](run, request)
+
+
+def absent(name: str, unit: Unit, why: str) -> Measurement:
+    """A measurement that is not there, and why."""
+    return Measurement(name, unit, None, 0, "none", detail={"absent": why})
+
+
+def _number(value: float) -> float | str:
+    return finite_or_inf(stats.round9(value))
+
+
+# --- performance -----------------------------------------------------------------------------------------
+
+
+def _paired(
+    run: RunNumbers, request: Request, statistic: Callable[[TrialNumbers], float]
+) -> tuple[list[TrialNumbers], list[float], list[float]]:
+    """Candidate trials and both arms' statistic, over repetitions valid in both."""
+    assert request.baseline is not None
+    candidate = {
+        n.facts.repetition: n for n in run.valid_trials(request.arm, "cold_recovery", request.level)
+    }
+    baseline = {
+        n.facts.repetition: n
+        for n in run.valid_trials(request.baseline, "cold_recovery", request.level)
+    }
+    both = sorted(candidate.keys() & baseline.keys())
+    trials = [n for r in both for n in (candidate[r], baseline[r])]
+    return (
+        trials,
+        [statistic(candidate[r]) for r in both],
+        [statistic(baseline[r]) for r in both],
+    )
+
+
+def ttft_reduction(run: RunNumbers, request: Request) -> Measurement:
+    """1 - TTFT ratio over repetitions; the wave statistic is p50, or the mean below six requests."""
+    return _effect(
+        run,
+        request,
+        statistic=lambda n: stats.wave_statistic(n.ttft_s)[0],
+        convert=lambda ratio: 1 - ratio,
+        estimator=f"1 - exp(mean ln ratio) of wave {_wave_estimator(request)}",
+    )
+
+
+def wave_throughput_gain(run: RunNumbers, request: Request) -> Measurement:
+    """Throughput ratio - 1 over repetitions; N x O / wall of each wave."""
+    return _effect(
+        run,
+        request,
+        statistic=lambda n: n.wave_throughput,
+        convert=lambda ratio: ratio - 1,
+        estimator="exp(mean ln ratio) - 1 of wave N x O / wall",
+    )
+
+
+def _wave_estimator(request: Request) -> str:
+    enough = request.level is not None and request.level >= stats.MIN_UNITS[0.5]
+    return "p50" if enough else "mean"
+
+
+def _effect(
+    run: RunNumbers,
+    request: Request,
+    *,
+    statistic: Callable[[TrialNumbers], float],
+    convert: Callable[[float], float],
+    estimator: str,
+) -> Measurement:
+    trials, candidate, baseline = _paired(run, request, statistic)
+    if not candidate:
+        return absent(request.name, Unit.RATIO, "no repetition is valid in both arms")
+    try:
+        effect = stats.paired_effect(candidate, baseline)
+    except ValueError as error:
+        return absent(request.name, Unit.RATIO, str(error))
+    interval = sorted(
+        stats.round9(convert(edge)) for edge in (effect.low, effect.high) if edge is not None
+    )
+    return Measurement(
+        name=request.name,
+        unit=Unit.RATIO,
+        value=_number(convert(effect.ratio)),
+        n=len(candidate),
+        estimator=estimator,
+        low=interval[0] if interval else None,
+        high=interval[1] if interval else None,
+        confidence=effect.confidence if interval else None,
+        repetitions=tuple(_number(convert(ratio)) for ratio in effect.ratios),
+        trials=tuple(n.id for n in trials),
+        detail={
+            "candidate": [_number(value) for value in candidate],
+            "baseline": [_number(value) for value in baseline],
+            "ratios": [_number(ratio) for ratio in effect.ratios],
+        },
+    )
+
+
+# --- arrival ---------------------------------------------------------------------------------------------
+
+
+def arrival_answers(run: RunNumbers, request: Request) -> Measurement:
+    """1 when the first request was answered in full, 0 when the server or the request failed."""
+    trials = select(run.trials, arm=request.arm, workload="arrival")
+    if not trials:
+        return absent(request.name, Unit.COUNT, "no arrival trial")
+    answered = [r for n in trials for r in n.phase("arrival_store") if r.outcome is Outcome.OK]
+    failures = [n.failure for n in trials if n.failure]
+    return Measurement(
+        request.name,
+        Unit.COUNT,
+        1.0 if answered and not failures else 0.0,
+        len(trials),
+        "requests answered",
+        trials=tuple(n.id for n in trials),
+        detail={"failure": failures[0]} if failures else {},
+    )
+
+
+def arrival_round_trip_ratio(run: RunNumbers, request: Request) -> Measurement:
+    """Bytes restored from the arm's medium over the bytes of the session's whole blocks."""
+    trials = select(run.trials, arm=request.arm, workload="arrival")
+    if not trials:
+        return absent(request.name, Unit.RATIO, "no arrival trial")
+    trial = trials[0]
+    restored = trial.counters.get(f"tier_read_bytes/{trial.medium}")
+    connector = (trial.server.effective if trial.server else {}).get("connector")
+    if restored is None and connector == "none":
+        restored = 0.0  # known, not missing: the server's own log names no connector
+    if restored is None or not trial.requests:
+        return absent(request.name, Unit.RATIO, "the connector's byte counter is absent")
+    planned = trial.planned_tier_tokens * trial.figure("kv_bytes_per_token")
+    return Measurement(
+        request.name,
+        Unit.RATIO,
+        stats.round9(restored / planned),
+        len(trial.requests),
+        "restored bytes / planned bytes",
+        trials=(trial.id,),
+        detail={"restored_bytes": int(restored), "planned_bytes": planned},
+    )
+
+
+def arrival_kv_size_ratio(run: RunNumbers, request: Request) -> Measurement:
+    """KV bytes per token that the connector found in the device tensors over the model's own."""
+    trials = select(run.trials, arm=request.arm, workload="arrival")
+    found = tier_facts(trials[0]).get("kv_bytes_per_token") if trials else None
+    if not isinstance(found, (int, float)):
+        return absent(request.name, Unit.RATIO, "the connector did not report its tensors")
+    computed = trials[0].figure("kv_bytes_per_token")
+    return Measurement(
+        request.name,
+        Unit.RATIO,
+        stats.round9(found / computed),
+        1,
+        "allocated / computed",
+        trials=(trials[0].id,),
+        detail={"allocated_bytes_per_token": found, "computed_bytes_per_token": computed},
+    )
+
+
+# --- oracles ---------------------------------------------------------------------------------------------
+
+
+def _references(run: RunNumbers, request: Request) -> oracles.References:
+    arm = request.reference_arm
+    return oracles.references(run.trials, arm) if arm else oracles.References({}, ())
+
+
+def _exact(
+    run: RunNumbers, request: Request, pairs: Sequence[tuple[TrialNumbers, str]], estimator: str
+) -> Measurement:
+    reference = _references(run, request)
+    if reference.unstable:
+        why = f"the reference differs from its own repeat in sessions {list(reference.unstable)}"
+        return absent(request.name, Unit.COUNT, why)
+    records = [(n.id, record) for n, phase in pairs for record in n.phase(phase)]
+    result = oracles.compare(records, reference)
+    if not result.compared:
+        why = result.excluded[0] if result.excluded else "nothing to compare"
+        return absent(request.name, Unit.COUNT, why)
+    return Measurement(
+        request.name,
+        Unit.COUNT,
+        float(len(result.differing)),
+        result.compared,
+        estimator,
+        trials=tuple(dict.fromkeys(n.id for n, _phase in pairs)),
+        detail={"differing": list(result.differing), "excluded": list(result.excluded)},
+    )
+
+
+def oracle_exact_mismatches(run: RunNumbers, request: Request) -> Measurement:
+    """Oracle (a): restores at concurrency 1 that differ from the reference.
+
+    Counts only trials whose tokens came from the medium under test without a load failure.
+    """
+    waves = select(run.trials, arm=request.arm, workload="cold_recovery", level=1)
+    trials = [*waves, *select(run.trials, arm=request.arm, workload="oracle")]
+    pairs = [
+        (n, "oracle" if n.facts.workload == "oracle" else "wave")
+        for n in trials
+        if came_from_medium(n)
+    ]
+    return _exact(run, request, pairs, "differing outputs at concurrency 1")
+
+
+def oracle_after_load_mismatches(run: RunNumbers, request: Request) -> Measurement:
+    """Oracle (c): sessions asked again on the device after a loaded restore that differ."""
+    trials = select(run.trials, arm=request.arm, workload="cold_recovery", level=request.level)
+    pairs = [(n, "reask") for n in trials if came_from_medium(n) and _still_on_device(n)]
+    return _exact(run, request, pairs, "differing outputs asked again after the wave")
+
+
+def came_from_medium(n: TrialNumbers, share: float = 0.95) -> bool:
+    """At least this share of the planned tokens came from the arm's medium, without load failures."""
+    if not n.requests or n.medium is None:
+        return False
+    tokens = n.counters.get(f"tier_hit_tokens/{n.medium}")
+    failures = n.counters.get("tier_load_failed_blocks")
+    return tokens is not None and tokens >= share * n.planned_tier_tokens and failures == 0
+
+
+def _still_on_device(n: TrialNumbers, share: float = 0.95) -> bool:
+    hits = n.reask_counters.get("device_hit_tokens")
+    return hits is not None and hits >= share * n.planned_tier_tokens
+
+
+def oracle_first_token_excess(run: RunNumbers, request: Request) -> Measurement:
+    """Oracle (b): first-token change under load against recompute, over what recompute shows itself.
+
+    1 and below: no more disagreeing first tokens (as a share) than recompute against itself plus one
+    request, and |delta log probability| within NOISE_MULTIPLE x recompute's own maximum.
+    """
+    assert request.baseline is not None
+    alone = {
+        record.session: record
+        for n in select(run.trials, arm=request.baseline, workload="populate")
+        for record in n.phase("populate")
+    }
+
+    def against_alone(arm: str) -> oracles.FirstTokens:
+        waves = select(run.trials, arm=arm, workload="cold_recovery")
+        return oracles.first_tokens([r for n in waves for r in n.requests], alone)
+
+    own, seen = against_alone(request.baseline), against_alone(request.arm)
+    if not own.pairs or not seen.pairs:
+        return absent(request.name, Unit.RATIO, "no session was asked in both arms")
+    allowed_delta = max(NOISE_MULTIPLE * own.delta_nats_max, NOISE_FLOOR_NATS)
+    allowed_share = (own.disagreeing + 1) / own.pairs
+    excess = max(
+        seen.delta_nats_max / allowed_delta, (seen.disagreeing / seen.pairs) / allowed_share
+    )
+    return Measurement(
+        request.name,
+        Unit.RATIO,
+        stats.round9(excess),
+        seen.pairs,
+        "worst of disagreement and |delta logprob|, over allowed",
+        detail={
+            "pairs": seen.pairs,
+            "disagreeing": seen.disagreeing,
+            "delta_nats_max": stats.round9(seen.delta_nats_max),
+            "own_pairs": own.pairs,
+            "own_disagreeing": own.disagreeing,
+            "own_delta_nats_max": stats.round9(own.delta_nats_max),
+            "smallest_detectable_delta_nats": stats.round9(allowed_delta),
+        },
+    )
+
+
+def negative_controls_missed(run: RunNumbers, request: Request) -> Measurement:
+    """Planted faults that oracle (a) or (c) did not see; n counts those planted."""
+    reference = _references(run, request)
+    results, clean = oracles.control_results(run.trials, request.arm, reference)
+    if clean is not True:
+        why = {None: "no clean control was asked", False: "the clean control differs too"}[clean]
+        return absent(request.name, Unit.COUNT, why)
+    missed = [r.name for r in results if not (r.seen_restored and r.seen_again)]
+    return Measurement(
+        request.name,
+        Unit.COUNT,
+        float(len(missed)),
+        len(results),
+        "planted faults not seen by both exact oracles",
+        trials=tuple(n.id for n in select(run.trials, arm=request.arm, workload="oracle")),
+        detail={
+            "missed": missed,
+            "seen": [r.name for r in results if r.name not in missed],
+            "delta_nats": {
+                r.name: None if r.delta_nats is None else stats.round9(r.delta_nats) for r in results
+            },
+        },
+    )
+
+
+def fits_device_hit_share(run: RunNumbers, request: Request) -> Measurement:
+    """Device hit tokens over prompt tokens where the working set fits, by the server's counter."""
+    trials = run.valid_trials(request.arm, "fits_in_hbm", None)
+    if not trials:
+        return absent(request.name, Unit.RATIO, "no valid control cell")
+    trial = trials[0]
+    hits = trial.counters.get("device_hit_tokens")
+    tokens = sum(r.prompt_tokens or 0 for r in trial.requests)
+    if hits is None or not tokens:
+        return absent(request.name, Unit.RATIO, "the device hit counter is absent")
+    return Measurement(
+        request.name,
+        Unit.RATIO,
+        stats.round9(hits / tokens),
+        len(trial.requests),
+        "device hit tokens / prompt tokens",
+        trials=(trial.id,),
+    )
+
+
+# --- the steady window, described only -------------------------------------------------------------------
+
+
+def steady_throughput(trial: TrialNumbers, cycles: int) -> float | None:
+    """Output tokens per second inside the window, each token credited to its own time.
+
+    The window opens when the last user has finished its second cycle and closes when the first user
+    finishes its last one: fixed by the plan, whatever the speed. None when it is empty.
+    """
+    done: dict[int, list[int]] = {}
+    for record in sorted(trial.requests, key=lambda r: r.seq):
+        if record.outcome is not Outcome.OK or record.done_ns is None:
+            return None
+        done.setdefault(record.user, []).append(record.done_ns)
+    if not done or any(len(times) != cycles for times in done.values()):
+        return None
+    opens = max(times[1] for times in done.values())
+    closes = min(times[-1] for times in done.values())
+    if closes <= opens:
+        return None
+    tokens = sum(
+        count
+        for record in trial.requests
+        for t_ns, count in zip(record.token_ns, record.token_counts, strict=True)
+        if opens < t_ns <= closes
+    )
+    return stats.round9(tokens / ((closes - opens) / 1e9))
+
+
+MEASURES: Mapping[str, Measure] = {
+    "ttft_reduction": ttft_reduction,
+    "wave_throughput_gain": wave_throughput_gain,
+    "arrival_answers": arrival_answers,
+    "arrival_round_trip_ratio": arrival_round_trip_ratio,
+    "arrival_kv_size_ratio": arrival_kv_size_ratio,
+    "oracle_exact_mismatches": oracle_exact_mismatches,
+    "oracle_after_load_mismatches": oracle_after_load_mismatches,
+    "oracle_first_token_excess": oracle_first_token_excess,
+    "negative_controls_missed": negative_controls_missed,
+    "fits_device_hit_share": fits_device_hit_share,
+}

@@ -1,0 +1,228 @@
+"""The numbers of one trial: requests of the measured phase, counter differences, witnesses. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness.records import Event, MetricSample, Outcome, RequestRecord, ServerFacts, TrialFacts
+from harness.store import TrialEvidence
+
+# Measured phase of each workload, and the marks between which its counters are read.
+MEASURED: Mapping[str, tuple[str, str, str]] = {
+    "arrival": ("arrival_load", "cold", "loaded"),
+    "cold_recovery": ("wave", "cold", "wave_end"),
+    "steady": ("steady", "cold", "steady_end"),
+    "oracle": ("oracle", "cold", "oracle_end"),
+    "fits_in_hbm": ("fits_read", "cold", "fits_end"),
+}
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Differences of counters between two marks, by name or ``name/part``. Missing key: absent.
+
+    ``resets`` names counters that went down: the server restarted, their difference means nothing.
+    """
+
+    deltas: Mapping[str, float] = field(default_factory=dict)
+    resets: tuple[str, ...] = ()
+
+    def get(self, name: str) -> float | None:
+        """The difference; None when the metric was absent or reset."""
+        return self.deltas.get(name)
+
+    def total(self, name: str) -> float | None:
+        """Sum over all parts of a labelled counter; None when it was absent."""
+        parts = [value for key, value in self.deltas.items() if key.partition("/")[0] == name]
+        return math.fsum(parts) if parts else None
+
+
+@dataclass(frozen=True)
+class TrialNumbers:
+    """What one trial shows. Token counts in tokens, times in seconds; None: not in the evidence."""
+
+    facts: TrialFacts
+    server: ServerFacts | None
+    requests: tuple[RequestRecord, ...]
+    all_requests: tuple[RequestRecord, ...]
+    counters: Counters
+    reask_counters: Counters
+    disk_read_bytes: float | None
+    processes_changed: bool
+    client: Mapping[str, float | None]
+    cold: bool | None
+    complete: bool
+    failure: str | None
+
+    @property
+    def id(self) -> str:
+        """The trial's id."""
+        return self.facts.id
+
+    @property
+    def role(self) -> str:
+        """Role of the arm."""
+        return str(self.facts.figures.get("role"))
+
+    @property
+    def medium(self) -> str | None:
+        """Medium of a tiered arm."""
+        found = self.facts.figures.get("medium")
+        return None if found is None else str(found)
+
+    def figure(self, name: str) -> int:
+        """A figure of the plan. Raises KeyError."""
+        return int(self.facts.figures[name])
+
+    @property
+    def planned_tier_tokens(self) -> int:
+        """Tokens that a tiered arm restores in the measured phase: whole blocks of each prompt."""
+        return len(self.requests) * self.figure("cached_tokens_per_session")
+
+    def phase(self, name: str) -> tuple[RequestRecord, ...]:
+        """Requests of one phase, in order."""
+        return tuple(r for r in self.all_requests if r.phase == name)
+
+    @property
+    def failed(self) -> tuple[RequestRecord, ...]:
+        """Measured requests that are not ok."""
+        return tuple(r for r in self.requests if r.outcome is not Outcome.OK)
+
+    @property
+    def ttft_s(self) -> tuple[float, ...]:
+        """TTFT of each measured request; +infinity where it failed."""
+        return tuple(_ttft(r) for r in self.requests)
+
+    @property
+    def wave_throughput(self) -> float:
+        """Output tokens of ok requests over the time from the first send to the last end; tokens/s."""
+        sent = [r.sent_ns for r in self.requests if r.sent_ns is not None]
+        done = [r.done_ns for r in self.requests if r.done_ns is not None]
+        tokens = sum(r.completion_tokens or 0 for r in self.requests if r.outcome is Outcome.OK)
+        if not sent or not done or max(done) <= min(sent):
+            return 0.0
+        return tokens / ((max(done) - min(sent)) / 1e9)
+
+    def cached_tokens(self) -> int | None:
+        """Sum of per-request cached tokens; None when any request lacks the figure."""
+        values = [r.cached_tokens for r in self.requests]
+        if not values or any(value is None for value in values):
+            return None
+        return sum(value for value in values if value is not None)
+
+
+def _ttft(record: RequestRecord) -> float:
+    value = record.ttft_s
+    return value if record.outcome is Outcome.OK and value is not None else math.inf
+
+
+def trial_numbers(evidence: TrialEvidence) -> TrialNumbers:
+    """Reads one sealed trial."""
+    facts = evidence.facts
+    phase, start, end = MEASURED.get(facts.workload, ("", "", ""))
+    samples, events = evidence.samples, evidence.events
+    ended = _last(events, "trial_ended")
+    failed = _last(events, "server_failed")
+    return TrialNumbers(
+        facts=facts,
+        server=evidence.server,
+        requests=tuple(r for r in evidence.requests if r.phase == phase),
+        all_requests=evidence.requests,
+        counters=counter_deltas(samples, start, end),
+        reask_counters=counter_deltas(samples, "wave_end", "reask_end"),
+        disk_read_bytes=_disk_read_bytes(samples, start, end),
+        processes_changed=_processes_changed(samples, start, end),
+        client={s.name: s.value for s in samples if s.source == "client" and s.mark == phase},
+        cold=None if (cold := _last(events, "cold")) is None else bool(cold.detail.get("ok")),
+        complete=ended is not None and bool(ended.detail.get("ok")),
+        failure=_failure(ended, failed),
+    )
+
+
+def _failure(ended: Event | None, failed: Event | None) -> str | None:
+    if failed is not None:
+        return str(failed.detail.get("error"))
+    if ended is not None and not ended.detail.get("ok"):
+        return str(ended.detail.get("error"))
+    return None
+
+
+def counter_deltas(samples: Iterable[MetricSample], start: str, end: str) -> Counters:
+    """Differences of all Prometheus samples between two marks."""
+    first, last = _values(samples, start), _values(samples, end)
+    deltas: dict[str, float] = {}
+    resets = []
+    for key in sorted(first.keys() & last.keys()):
+        delta = last[key] - first[key]
+        if delta < 0 and not key.startswith(("tier_store_backlog", "tier_host")):
+            resets.append(key)
+        else:
+            deltas[key] = delta
+    return Counters(deltas, tuple(resets))
+
+
+def _values(samples: Iterable[MetricSample], mark: str) -> dict[str, float]:
+    found = {}
+    for sample in samples:
+        if sample.source == "prometheus" and sample.mark == mark and sample.value is not None:
+            part = "/".join(sample.labels.values())
+            found[f"{sample.name}/{part}" if part else sample.name] = sample.value
+    return found
+
+
+def _process_values(samples: Iterable[MetricSample], mark: str, name: str) -> dict[str, float]:
+    return {
+        s.labels["pid"]: s.value
+        for s in samples
+        if s.source == "process" and s.mark == mark and s.name == name and s.value is not None
+    }
+
+
+def _disk_read_bytes(samples: Iterable[MetricSample], start: str, end: str) -> float | None:
+    samples = list(samples)
+    first = _process_values(samples, start, "disk_read_bytes")
+    last = _process_values(samples, end, "disk_read_bytes")
+    if not first or first.keys() != last.keys():
+        return None
+    return math.fsum(last[pid] - first[pid] for pid in first)
+
+
+def _processes_changed(samples: Iterable[MetricSample], start: str, end: str) -> bool:
+    samples = list(samples)
+    return _process_values(samples, start, "start_time_s") != _process_values(
+        samples, end, "start_time_s"
+    )
+
+
+def _last(events: Iterable[Event], kind: str) -> Event | None:
+    found = None
+    for event in events:
+        if event.kind == kind:
+            found = event
+    return found
+
+
+def select(
+    numbers: Iterable[TrialNumbers],
+    *,
+    arm: str | None = None,
+    workload: str | None = None,
+    level: int | None = None,
+) -> list[TrialNumbers]:
+    """Trials of an arm, workload and level, in order."""
+    return [
+        n
+        for n in numbers
+        if (arm is None or n.facts.arm == arm)
+        and (workload is None or n.facts.workload == workload)
+        and (level is None or n.facts.concurrency == level)
+    ]
+
+
+def tier_facts(numbers: TrialNumbers) -> Mapping[str, Any]:
+    """What the bundled connector said of itself; empty when it said nothing."""
+    found = (numbers.server.effective if numbers.server else {}).get("connector_config")
+    return found if isinstance(found, dict) else {}

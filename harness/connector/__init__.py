@@ -1,0 +1,1 @@
+"""The bundled vLLM KV connector: device KV to host DRAM to a directory of files, and back."""

@@ -1,0 +1,589 @@
+"""The vLLM KV connector: a thin shell around ``TierScheduler`` and ``TierWorker``.
+
+vLLM makes one object per role, in two processes or in one, so there is no state at module level.
+Loads are asynchronous only: a request waits in the scheduler's queue while its blocks arrive and
+decoding goes on. Whatever fails in here costs a recomputation or a store, never the engine: no hook
+raises. Settings that cannot be used are the exception; they stop the start.
+
+Written against vLLM 0.32 and the interface it shares with 0.20.1; differences are probed, not
+versioned.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+
+from harness.connector.blockfile import FORMAT_VERSION, file_bytes
+from harness.connector.config import ConfigError, TierConfig, parse_config
+from harness.connector.device import (
+    allowed_cpus,
+    available_memory_bytes,
+    cache_tensors,
+    platform_facts,
+)
+from harness.connector.file_store import FileStore, StoreUnavailable
+from harness.connector.fingerprint import FingerprintError, fingerprint
+from harness.connector.keys import namespace_of
+from harness.connector.layout import BlockLayout, LayoutError
+from harness.connector.meta import StepPlan, WorkerFacts, WorkerReport
+from harness.connector.metrics import TierMetricSet, merge, summarise
+from harness.connector.scheduler import ScheduledRequest, TierScheduler
+from harness.connector.worker import HostMemory, TierWorker
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # vLLM 0.20 has no hit sources and never asks for them
+    CacheHitSource = None
+
+# Below "vllm", whose handler prints INFO; a name of our own would be silent in `vllm serve`.
+logger = logging.getLogger("vllm.kvgate.connector")
+
+CONNECTOR_VERSION = 1
+# Reads in flight need a buffer each, and as many again wait for the worker's thread to empty them.
+_STAGING_PER_READER = 2
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def _contained(fallback: Callable[[], Any]) -> Callable[[Hook], Hook]:
+    """Makes a hook log instead of raise; it then answers ``fallback()``."""
+
+    def decorate(hook: Hook) -> Hook:
+        @functools.wraps(hook)
+        def contained(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return hook(*args, **kwargs)
+            except Exception:
+                logger.exception("event=hook_failed hook=%s", hook.__name__)
+                return fallback()
+
+        return cast(Hook, contained)
+
+    return decorate
+
+
+def _none() -> None:
+    return None
+
+
+class TierPlanMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """Carries a step's plan to the worker."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+
+
+class TierWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Carries a worker's report to the scheduler side."""
+
+    def __init__(self, reports: list[WorkerReport]) -> None:
+        self.reports = reports
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Keeps both; reports are applied in order."""
+        assert isinstance(other, TierWorkerMetadata)
+        return TierWorkerMetadata([*self.reports, *other.reports])
+
+
+class TierHandshakeMetadata(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """Carries what the worker learnt at registration, before the first request."""
+
+    def __init__(self, facts: WorkerFacts) -> None:
+        self.facts = facts
+
+
+class TierStats(KVConnectorStats):  # type: ignore[misc]
+    """One step's statistics; ``data`` as in metrics.py."""
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Takes in a later step's statistics."""
+        self.data = merge(self.data, other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """The values of vLLM's log line."""
+        return summarise(self.data)
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to report."""
+        return not any(self.data.values())
+
+
+class TierPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """Exports the statistics on /metrics."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._metrics = TierMetricSet(
+            self._counter_cls,
+            self._gauge_cls,
+            self._histogram_cls,
+            labelnames,
+            per_engine_labelvalues,
+        )
+
+    @_contained(_none)
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Takes in one step's statistics."""
+        self._metrics.observe(transfer_stats_data, engine_idx)
+
+
+class KvgateTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """Keeps KV blocks in host memory and, with a directory configured, in files."""
+
+    worker_class: type[TierWorker] = TierWorker
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        """Raises ConfigError when ``kv_connector_extra_config`` cannot be used."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        self._config: TierConfig = parse_config(transfer.kv_connector_extra_config or {})
+        self._refusal = _refusal(vllm_config, kv_cache_config)
+        if self._refusal and role is KVConnectorRole.SCHEDULER:  # once, not once per process
+            logger.error(
+                'event=tier_off effect="served without the tier" reason="%s"', self._refusal
+            )
+        self._facts = WorkerFacts(problem=self._refusal or "no device cache was registered")
+        self._worker: TierWorker | None = None
+        self._scheduler: TierScheduler | None = None
+        self._plan = StepPlan()
+        self._block_tokens = 0 if self._refusal else _spec(kv_cache_config).block_size
+        if role is KVConnectorRole.SCHEDULER and not self._refusal:
+            policy = getattr(transfer, "kv_load_failure_policy", "fail")
+            if policy != "recompute":
+                logger.error(
+                    'event=loads_disabled kv_load_failure_policy=%s remedy="set '
+                    'kv_load_failure_policy to recompute in --kv-transfer-config"',
+                    policy,
+                )
+            self._scheduler = TierScheduler(
+                self._config,
+                block_tokens=self._block_tokens,
+                extra_keys=_extra_keys,
+                are_loads_allowed=policy == "recompute",
+            )
+
+    # Worker side, in the order of a step.
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Learns the device cache's layout, opens the directory, takes the host memory."""
+        if self._refusal:
+            return
+        try:
+            self._facts = self._start_worker(kv_caches)
+        except (ConfigError, LayoutError) as error:
+            self._facts = WorkerFacts(problem=str(error))
+        except Exception as error:
+            logger.exception("event=tier_off")
+            self._facts = WorkerFacts(problem=f"{type(error).__name__}: {error}")
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """What the scheduler side needs before the first request."""
+        return TierHandshakeMetadata(self._facts)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Starts a step; before the forward pass, so that reads overlap with it."""
+        super().bind_connector_metadata(connector_metadata)
+        self._begin_step(connector_metadata)
+
+    @_contained(_none)
+    def _begin_step(self, connector_metadata: KVConnectorMetadata) -> None:
+        if self._worker is not None and isinstance(connector_metadata, TierPlanMetadata):
+            self._plan = connector_metadata.plan
+            self._worker.begin_step(self._plan)
+
+    @_contained(_none)
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Copies blocks that are in host memory to the device."""
+        if self._worker is not None:
+            self._worker.copy_ready()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: a request runs only when all its layers are loaded."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing: blocks are stored whole, after the forward pass."""
+
+    @_contained(_none)
+    def wait_for_save(self) -> None:
+        """Copies the blocks that this step completed to host memory."""
+        plan, self._plan = self._plan, StepPlan(is_idle=self._plan.is_idle)
+        if self._worker is not None:
+            self._worker.save(plan)
+
+    @_contained(lambda: (None, None))
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose load ended. Sends do not exist: stores hold no device blocks."""
+        if self._worker is None:
+            return None, None
+        return None, self._worker.poll(is_idle=self._plan.is_idle) or None
+
+    @_contained(set)
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Device blocks to recompute, of the requests just returned."""
+        return set() if self._worker is None else self._worker.take_failed_blocks()
+
+    @_contained(_none)
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Counters of the worker, or counters and gauges of the scheduler side."""
+        if self._worker is not None:
+            return TierStats(data=self._worker.counters.take(self._block_tokens))
+        if self._scheduler is None:
+            return None
+        dropped = self._scheduler.take_dropped_stores()
+        counters = {"dropped_store_blocks": dropped} if dropped else {}
+        gauges = self._scheduler.gauges()
+        return TierStats(data={"counters": counters, "gauges": gauges, "load_seconds": []})
+
+    @_contained(_none)
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """The worker's report, when there is something in it."""
+        if self._worker is None:
+            return None
+        report = self._worker.take_report()
+        return TierWorkerMetadata([report]) if report else None
+
+    @_contained(_none)
+    def shutdown(self) -> None:
+        """Ends the threads. vLLM may kill the process first; files survive that by design."""
+        if self._worker is not None:
+            self._worker.stop()
+
+    # Scheduler side.
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a lost store is a later miss, nothing more."""
+        return False
+
+    @_contained(_none)
+    def set_xfer_handshake_metadata(
+        self, metadata: Mapping[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Starts serving with what the worker reported; prints the one line that says so."""
+        handshake = metadata.get(0)
+        if self._scheduler is None or not isinstance(handshake, TierHandshakeMetadata):
+            return
+        facts = handshake.facts
+        if facts.problem:
+            logger.error(
+                'event=tier_off effect="served without the tier" reason="%s"', facts.problem
+            )
+            return
+        store: FileStore | None = None
+        if facts.has_disk and self._config.directory is not None:
+            store = FileStore(self._config.directory, facts.namespace, facts.payload_bytes)
+        try:
+            self._scheduler.attach(facts, store)
+        except StoreUnavailable as error:
+            logger.error('event=disk_tier_off reason="%s"', error)
+            self._scheduler.attach(facts, None)
+        self._log_ready(facts)
+
+    @_contained(lambda: (0, False))
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """How many tokens the tier can load, always asynchronously."""
+        # A streaming session replaces tokens it had already; its key chain would be stale.
+        if self._scheduler is None or getattr(request, "resumable", False):
+            return 0, False
+        count = self._scheduler.lookup(request, num_computed_tokens)
+        if getattr(request, "skip_reading_prefix_cache", False):
+            return 0, False
+        return count, count > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Plans the load into the blocks that the request was given."""
+        if self._scheduler is None or num_external_tokens <= 0:
+            return
+        block_ids: list[int] = []
+        try:
+            block_ids = list(blocks.get_block_ids()[0])
+            self._scheduler.plan_load(request, block_ids, num_external_tokens)
+        except Exception:
+            logger.exception("event=plan_load_failed request=%s", request.request_id)
+            # The request waits already; a load that fails at once sends it on to be recomputed.
+            count = num_external_tokens // self._block_tokens
+            self._scheduler.plan_failed_load(request.request_id, block_ids[-count:])
+
+    @_contained(dict)
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[Any, int]:
+        """The load's tokens by tier, for vLLM's own metrics."""
+        if self._scheduler is None or CacheHitSource is None:
+            return {}
+        host, disk = self._scheduler.hit_tokens(request.request_id)
+        sources = {CacheHitSource.HOST: host, CacheHitSource.DISK: disk}
+        return {source: count for source, count in sources.items() if count}
+
+    @_contained(lambda: TierPlanMetadata(StepPlan()))
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """This step's plan for the worker."""
+        if self._scheduler is None:
+            return TierPlanMetadata(StepPlan())
+        is_idle = scheduler_output.total_num_scheduled_tokens == 0
+        shares = _shares(scheduler_output)
+        return TierPlanMetadata(self._scheduler.build_plan(shares, is_idle=is_idle))
+
+    @_contained(_none)
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Takes in the worker's report."""
+        metadata = connector_output.kv_connector_worker_meta
+        if self._scheduler is not None and isinstance(metadata, TierWorkerMetadata):
+            for report in metadata.reports:
+                self._scheduler.apply_report(report)
+
+    @_contained(lambda: (False, None))
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forgets the request. Its blocks may be freed at once: nothing reads them any more."""
+        if self._scheduler is not None:
+            self._scheduler.finish(request.request_id)
+        return False, None
+
+    @_contained(lambda: False)
+    def reset_cache(self) -> bool | None:
+        """Drops what ``reset_scope`` says; False while blocks are being written or loaded."""
+        return True if self._scheduler is None else self._scheduler.reset()
+
+    # Class methods, called in the API server too: no side effects.
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        """Statistics from their mapping, as sent between processes."""
+        return TierStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        """The exporter of this connector's metrics."""
+        return TierPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def _start_worker(self, kv_caches: dict[str, Any]) -> WorkerFacts:
+        if self._worker is not None:
+            self._worker.stop()
+        spec = _spec(self._kv_cache_config)
+        names = self._kv_cache_config.kv_cache_groups[0].layer_names
+        layout = BlockLayout(cache_tensors(kv_caches, names), self._kv_cache_config.num_blocks)
+        slot_bytes = file_bytes(layout.payload_bytes)
+        total = self._config.host_pool_bytes // slot_bytes
+        namespace, store = self._open_store(layout, spec)
+        staging = 0
+        if store is not None:
+            staging = max(1, min(_STAGING_PER_READER * self._config.reader_threads, total // 2))
+        if total - staging < 1:
+            raise ConfigError(
+                f"host_pool_bytes is {self._config.host_pool_bytes}; one block needs {slot_bytes} "
+                f"bytes and this configuration at least {1 + staging} blocks"
+            )
+        if total * slot_bytes > (available := available_memory_bytes()):
+            # The pool's pages are touched now; asking for too much would call the OOM killer.
+            raise ConfigError(
+                f"host_pool_bytes is {self._config.host_pool_bytes}; this machine has {available} "
+                "bytes of memory available"
+            )
+        self._worker = self.worker_class(
+            self._config,
+            layout,
+            HostMemory(total, slot_bytes),
+            pool_slots=total - staging,
+            store=store,
+            cpus=allowed_cpus(),
+        )
+        return WorkerFacts(
+            namespace=namespace,
+            payload_bytes=layout.payload_bytes,
+            slot_bytes=slot_bytes,
+            slot_count=total - staging,
+            has_disk=store is not None,
+            direct_io=store is not None and store.direct_io,
+        )
+
+    def _open_store(self, layout: BlockLayout, spec: Any) -> tuple[str, FileStore | None]:
+        """The namespace, and the opened directory unless there is none or it cannot be used."""
+        try:
+            facts = fingerprint(
+                vllm_config=self._vllm_config,
+                spec=spec,
+                layers=layout.layers,
+                versions={"vllm": vllm.__version__, "format": str(FORMAT_VERSION)},
+                platform=platform_facts(self._vllm_config, self._kv_cache_config),
+                model=_model_path(self._vllm_config.model_config),
+            )
+        except (FingerprintError, OSError, ValueError) as error:
+            if self._config.directory is not None:
+                logger.error('event=disk_tier_off reason="%s"', error)
+            # A name that no other process can have: host memory does not outlive this one.
+            return os.urandom(16).hex(), None
+        namespace = namespace_of(facts)
+        if self._config.directory is None:
+            return namespace, None
+        store = FileStore(self._config.directory, namespace, layout.payload_bytes)
+        try:
+            store.open(
+                {
+                    "format_version": FORMAT_VERSION,
+                    "namespace": namespace,
+                    "block_tokens": spec.block_size,
+                    "payload_bytes": layout.payload_bytes,
+                    "run_bytes": layout.run_bytes,
+                    "layers": layout.layers,
+                    "fingerprint": facts,
+                }
+            )
+        except StoreUnavailable as error:
+            logger.error(
+                'event=disk_tier_off effect="served from host memory only" reason="%s"', error
+            )
+            return namespace, None
+        return namespace, store
+
+    def _log_ready(self, facts: WorkerFacts) -> None:
+        assert self._scheduler is not None
+        line = {
+            "host_pool_bytes": self._config.host_pool_bytes,
+            "host_pool_blocks": facts.slot_count,
+            "slot_bytes": facts.slot_bytes,
+            "block_bytes": facts.payload_bytes,
+            "block_tokens": self._block_tokens,
+            "kv_bytes_per_token": facts.payload_bytes // self._block_tokens,
+            "directory": None if self._config.directory is None else str(self._config.directory),
+            "disk_enabled": facts.has_disk,
+            "disk_blocks_found": self._scheduler.disk_block_count,
+            "namespace": facts.namespace,
+            "direct_io": facts.direct_io,
+            "format_version": FORMAT_VERSION,
+            "connector_version": CONNECTOR_VERSION,
+            "reset_scope": self._config.reset_scope.value,
+        }
+        logger.info("kvgate tier ready: %s", json.dumps(line))
+
+
+def _refusal(vllm_config: Any, kv_cache_config: Any) -> str:
+    """Why the tier cannot serve this model or topology; empty when it can."""
+    parallel = vllm_config.parallel_config
+    groups = kv_cache_config.kv_cache_groups
+    reasons: list[str] = []
+    if len(groups) != 1:
+        reasons.append(f"the model has {len(groups)} KV cache groups; exactly one is supported")
+    else:
+        spec = groups[0].kv_cache_spec
+        if type(spec).__name__ != "FullAttentionSpec":
+            reasons.append(
+                f"its KV cache is {type(spec).__name__}; only full attention is supported"
+            )
+        for name in ("sliding_window", "attention_chunk_size", "non_causal"):
+            if getattr(spec, name, None):
+                reasons.append(f"its attention has {name}={getattr(spec, name)}")
+    for name in (
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    ):
+        if getattr(parallel, name, 1) > 1:
+            reasons.append(f"{name} is {getattr(parallel, name)}; only 1 is supported")
+    speculative = getattr(vllm_config, "speculative_config", None)
+    if speculative is not None and getattr(speculative, "method", "") != "ngram":
+        reasons.append("a draft model keeps KV of its own, which is not restored")
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        reasons.append("calculate_kv_scales makes KV depend on the first request")
+    return "; ".join(reasons)
+
+
+def _spec(kv_cache_config: Any) -> Any:
+    return kv_cache_config.kv_cache_groups[0].kv_cache_spec
+
+
+def _model_path(model_config: Any) -> Path:
+    """The directory or file of the weights on this machine."""
+    path = Path(model_config.model)
+    if path.exists():
+        return path
+    hub = importlib.import_module("huggingface_hub")  # vLLM brings it; nothing else here does
+    found = hub.try_to_load_from_cache(
+        model_config.model, "config.json", revision=getattr(model_config, "revision", None)
+    )
+    if not isinstance(found, str):
+        raise FingerprintError(
+            f"the weights of {model_config.model} were not found on this machine"
+        )
+    return Path(found).parent
+
+
+def _extra_keys(
+    request: Any, start: int, end: int, image_index: int
+) -> tuple[tuple[Any, ...] | None, int]:
+    """What a block's KV depends on beside tokens: images, LoRA adapter, salt, embeddings."""
+    extra, next_index = generate_block_hash_extra_keys(request, start, end, image_index)
+    if (lora := getattr(request, "lora_request", None)) is not None:
+        # Not every version names the adapter's path, and a name can be given to another adapter.
+        extra = (*(extra or ()), ("lora_path", lora.lora_path))
+    return extra, next_index
+
+
+def _shares(output: Any) -> Iterator[ScheduledRequest]:
+    """The step's requests, from vLLM's two lists."""
+    scheduled = output.num_scheduled_tokens
+    for new in output.scheduled_new_reqs:
+        yield ScheduledRequest(
+            new.req_id,
+            new.num_computed_tokens,
+            scheduled.get(new.req_id, 0),
+            new.block_ids[0],
+            replaces_blocks=True,
+        )
+    cached = output.scheduled_cached_reqs
+    for request_id, computed, block_ids in zip(
+        cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+    ):
+        yield ScheduledRequest(
+            request_id,
+            computed,
+            scheduled.get(request_id, 0),
+            block_ids[0] if block_ids else (),
+            replaces_blocks=request_id in cached.resumed_req_ids,
+        )

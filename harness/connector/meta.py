@@ -1,0 +1,102 @@
+"""What the scheduler side tells the worker each step, and what comes back. Plain values, no vLLM.
+
+They are pickled every step, so they hold integers and 16-byte keys only. Directions never cross:
+plans go down, reports come up, and neither side waits for the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+NO_SLOT = -1
+
+
+class LoadSource(IntEnum):
+    """Where a block to load is, as the scheduler side knows it."""
+
+    HOST = 0  # in the slot
+    DISK = 1  # in a file; goes through the slot, or through a staging buffer when there is none
+    MISSING = 2  # nowhere: fails, so that the block is recomputed
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBlock:
+    """One block to bring into device block ``block_id``; ``slot`` is pinned until released."""
+
+    key: bytes
+    block_id: int
+    source: LoadSource
+    slot: int = NO_SLOT
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """All blocks one request waits for, in prompt order."""
+
+    request_id: str
+    blocks: tuple[LoadBlock, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreBlock:
+    """One completed device block to copy into ``slot``; with ``to_disk`` then to a file."""
+
+    key: bytes
+    block_id: int
+    slot: int
+    to_disk: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One engine step's work. ``is_idle``: no tokens are computed in this step."""
+
+    loads: tuple[LoadRequest, ...] = ()
+    stores: tuple[StoreBlock, ...] = ()
+    cancelled: tuple[str, ...] = ()
+    is_idle: bool = False
+
+
+@dataclass(slots=True)
+class WorkerReport:
+    """What the worker finished since its last report."""
+
+    released: list[int] = field(default_factory=list)  # one pin each; a slot may occur repeatedly
+    filled: list[int] = field(default_factory=list)  # slots whose bytes arrived from disk
+    unfilled: list[int] = field(default_factory=list)  # slots whose bytes will not arrive
+    written: list[bytes] = field(default_factory=list)  # keys now on disk
+    unwritten: list[bytes] = field(default_factory=list)  # keys whose write failed
+    bad: list[bytes] = field(default_factory=list)  # keys to forget everywhere
+    finished: list[str] = field(default_factory=list)  # requests whose load ended, well or not
+    failed: list[str] = field(default_factory=list)  # those of them with at least one failed block
+    overdue: int = 0  # blocks given up at the deadline
+
+    def __bool__(self) -> bool:
+        return bool(
+            self.released
+            or self.filled
+            or self.unfilled
+            or self.written
+            or self.unwritten
+            or self.bad
+            or self.finished
+            or self.failed
+            or self.overdue
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """What the worker learnt at registration; sent up once, before any request.
+
+    ``problem`` is empty when the worker can serve; otherwise it says why the tier is off.
+    """
+
+    problem: str = ""
+    namespace: str = ""
+    payload_bytes: int = 0  # bytes of one block on the device, all layers
+    slot_bytes: int = 0  # bytes of one host slot, header page and padding included
+    slot_count: int = 0  # host slots the scheduler side may fill
+    has_disk: bool = False
+    direct_io: bool = False

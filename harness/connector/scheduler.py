@@ -1,0 +1,367 @@
+"""The scheduler side: finds hits, plans loads and stores, owns every index. Stdlib only.
+
+Requests are looked at through three attributes only (``_Request`` below), so tests use plain
+objects. Single-threaded: everything here runs in the engine core's scheduling loop and must stay
+short.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from harness.connector.config import ResetScope, TierConfig
+from harness.connector.file_store import FileStore, StoreUnavailable
+from harness.connector.host_pool import HostPool
+from harness.connector.keys import next_key, root_key
+from harness.connector.meta import (
+    NO_SLOT,
+    LoadBlock,
+    LoadRequest,
+    LoadSource,
+    StepPlan,
+    StoreBlock,
+    WorkerFacts,
+    WorkerReport,
+)
+
+logger = logging.getLogger("vllm.kvgate.scheduler")
+
+
+class _Request(Protocol):
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def all_token_ids(self) -> Sequence[int]: ...
+
+
+# (request, first token, end token, index of the first image to look at) -> (what else the block's
+# KV depends on, next image index): the contract of vLLM's generate_block_hash_extra_keys.
+ExtraKeys = Callable[[Any, int, int, int], "tuple[Sequence[Any] | None, int]"]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """One request's share of a step. ``block_ids`` replace or extend its known blocks."""
+
+    request_id: str
+    computed_tokens: int  # before this step
+    scheduled_tokens: int
+    block_ids: Sequence[int]
+    replaces_blocks: bool
+
+
+@dataclass(slots=True)
+class _RequestState:
+    request: _Request
+    keys: list[bytes] = field(default_factory=list)
+    image_index: int = 0
+    local_tokens: int = 0  # device hit of the last lookup
+    block_ids: list[int] = field(default_factory=list)
+    next_store: int = 0  # first block not yet considered for storing
+    is_tier_off: bool = False  # a load failed: recompute, do not look up again
+    host_tokens: int = 0  # of the last planned load, by source
+    disk_tokens: int = 0
+
+
+class TierScheduler:
+    """Index of the tier and planner of its work. Off (answers nothing) until ``attach``."""
+
+    def __init__(
+        self,
+        config: TierConfig,
+        *,
+        block_tokens: int,
+        extra_keys: ExtraKeys,
+        are_loads_allowed: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._block_tokens = block_tokens
+        self._extra_keys = extra_keys
+        self._are_loads_allowed = are_loads_allowed
+        self._clock = clock
+        self._facts = WorkerFacts(problem="the worker has not reported yet")
+        self._pool: HostPool | None = None
+        self._store: FileStore | None = None
+        self._on_disk: set[bytes] = set()
+        self._writing: dict[bytes, int] = {}  # key -> pinned slot, until durable or failed
+        self._streaming: Counter[bytes] = Counter()  # loads through staging buffers, by key
+        self._loading: dict[str, LoadRequest] = {}
+        self._requests: dict[str, _RequestState] = {}
+        self._new_loads: list[LoadRequest] = []
+        self._new_cancels: list[str] = []
+        self._disk_pause_until = float("-inf")
+        self._dropped_stores = 0
+
+    def attach(self, facts: WorkerFacts, store: FileStore | None) -> None:
+        """Starts serving with what the worker reported; finds the blocks that earlier runs left."""
+        self._facts = facts
+        if facts.problem:
+            return
+        self._pool = HostPool(facts.slot_count)
+        self._store = store
+        if store is not None:
+            self._on_disk = set(store.scan())
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether the tier stores and answers lookups."""
+        return self._pool is not None
+
+    @property
+    def disk_block_count(self) -> int:
+        """Blocks known to be on disk."""
+        return len(self._on_disk)
+
+    def lookup(self, request: _Request, computed_tokens: int) -> int:
+        """Tokens after ``computed_tokens`` that the tier can load: whole blocks, up to all."""
+        if self._pool is None:
+            return 0
+        state = self._requests.get(request.request_id)
+        if state is None or state.request is not request:
+            state = self._requests[request.request_id] = _RequestState(request)
+        state.local_tokens = computed_tokens
+        if not self._are_loads_allowed or state.is_tier_off:
+            return 0
+        keys = self._keys(state, request.num_tokens // self._block_tokens)
+        first = computed_tokens // self._block_tokens
+        end = first
+        while end < len(keys) and self._source_of(keys[end]) is not LoadSource.MISSING:
+            end += 1
+        self._pool.touch_chain(keys[:end])
+        return (end - first) * self._block_tokens
+
+    def plan_load(self, request: _Request, block_ids: Sequence[int], external_tokens: int) -> None:
+        """Plans a load of ``external_tokens``; ``block_ids`` are all blocks of the request."""
+        if external_tokens <= 0:
+            return
+        state = self._requests[request.request_id]
+        first = state.local_tokens // self._block_tokens
+        end = (state.local_tokens + external_tokens) // self._block_tokens
+        targets = list(zip(state.keys[first:end], block_ids[first:end], strict=True))
+        # Pins first: a slot given to one block must not evict another block of the same load.
+        resident = {
+            key: slot for key, _ in targets if (slot := self._pin_resident(key)) is not None
+        }
+        blocks: list[LoadBlock] = []
+        state.host_tokens = state.disk_tokens = 0
+        for key, block_id in targets:
+            if key in resident:
+                block = LoadBlock(key, block_id, LoadSource.HOST, resident[key])
+                is_from_disk = self._pool is not None and self._pool.is_filling(resident[key])
+            else:
+                block = self._plan_disk_block(key, block_id)
+                is_from_disk = True
+            blocks.append(block)
+            if is_from_disk:
+                state.disk_tokens += self._block_tokens
+            else:
+                state.host_tokens += self._block_tokens
+        self._add_load(LoadRequest(request.request_id, tuple(blocks)))
+
+    def plan_failed_load(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """Plans a load that fails at once, so that a request already waiting is recomputed."""
+        blocks = tuple(LoadBlock(b"", block_id, LoadSource.MISSING) for block_id in block_ids)
+        self._add_load(LoadRequest(request_id, blocks))
+
+    def hit_tokens(self, request_id: str) -> tuple[int, int]:
+        """Tokens from (host, disk) of the request's last planned load."""
+        state = self._requests.get(request_id)
+        return (0, 0) if state is None else (state.host_tokens, state.disk_tokens)
+
+    def build_plan(self, scheduled: Iterable[ScheduledRequest], *, is_idle: bool) -> StepPlan:
+        """This step's work: loads planned since the last, and stores of blocks it completes.
+
+        The stores run after the step's forward pass, when the KV is in the device blocks.
+        """
+        loads, self._new_loads = tuple(self._new_loads), []
+        cancels, self._new_cancels = tuple(self._new_cancels), []
+        stores: list[StoreBlock] = []
+        try:
+            for share in scheduled:
+                stores += self._plan_stores(share)
+        except Exception:  # the loads must go out whatever happens here
+            logger.exception("event=plan_stores_failed effect=stores_of_this_step_lost")
+        return StepPlan(loads, tuple(stores), cancels, is_idle)
+
+    def apply_report(self, report: WorkerReport) -> None:
+        """Takes in what the worker finished."""
+        pool = self._pool
+        if pool is None:
+            for request_id in report.finished:
+                self._loading.pop(request_id, None)
+            return
+        for key in report.bad:
+            self._on_disk.discard(key)
+            pool.forget(key)
+        for slot in report.unfilled:
+            pool.filled(slot, is_valid=False)
+        for slot in report.filled:
+            pool.filled(slot, is_valid=True)
+        for key in report.written:
+            self._on_disk.add(key)
+            pool.unpin(self._writing.pop(key))
+        for key in report.unwritten:
+            pool.unpin(self._writing.pop(key))
+        for slot in report.released:
+            pool.unpin(slot)
+        if report.overdue and self._store is not None:
+            # The disk hangs or cannot keep up: let requests recompute for a while instead of
+            # waiting.
+            self._disk_pause_until = self._clock() + self._config.load_deadline_s
+            logger.warning(
+                "event=disk_tier_paused overdue_blocks=%d pause_s=%g",
+                report.overdue,
+                self._config.load_deadline_s,
+            )
+        for request_id in report.failed:
+            if (state := self._requests.get(request_id)) is not None:
+                state.is_tier_off = True
+        for request_id in report.finished:
+            load = self._loading.pop(request_id, None)
+            for block in load.blocks if load is not None else ():
+                if block.source is LoadSource.DISK and block.slot == NO_SLOT:
+                    self._streaming[block.key] -= 1
+                    if self._streaming[block.key] <= 0:
+                        del self._streaming[block.key]
+
+    def finish(self, request_id: str) -> None:
+        """Forgets a finished request. A load under way is cancelled; its end is reported later."""
+        self._requests.pop(request_id, None)
+        if request_id in self._loading:
+            self._new_cancels.append(request_id)
+
+    def reset(self) -> bool:
+        """Drops what ``reset_scope`` says. False, without effect, while blocks move.
+
+        Refusing then keeps blocks that wait for the writer from being lost, and never frees a slot
+        under a copy.
+        """
+        if self._pool is None:
+            return True
+        if self._writing or self._loading or self._pool.pinned_count:
+            logger.warning(
+                "event=reset_refused backlog_blocks=%d loads=%d pinned_slots=%d",
+                len(self._writing),
+                len(self._loading),
+                self._pool.pinned_count,
+            )
+            return False
+        if self._config.reset_scope is ResetScope.ALL and self._store is not None:
+            try:
+                self._store.clear()
+            except StoreUnavailable as error:
+                logger.error("event=reset_failed reason=%s", error)
+                return False
+            self._on_disk.clear()
+        self._pool.clear()
+        logger.info("event=reset scope=%s", self._config.reset_scope.value)
+        return True
+
+    def take_dropped_stores(self) -> int:
+        """Blocks not stored for want of a slot, since the last call."""
+        count, self._dropped_stores = self._dropped_stores, 0
+        return count
+
+    def gauges(self) -> dict[str, float]:
+        """The state now, by short metric name."""
+        used = 0 if self._pool is None else self._pool.used_count
+        return {
+            "store_backlog_blocks": len(self._writing),
+            "host_used_bytes": used * self._facts.slot_bytes,
+            "host_capacity_bytes": self._facts.slot_count * self._facts.slot_bytes,
+            "disk_enabled": int(self._is_disk_usable()),
+            "direct_io": int(self._facts.direct_io),
+        }
+
+    def _add_load(self, load: LoadRequest) -> None:
+        self._loading[load.request_id] = load
+        self._new_loads.append(load)
+
+    def _is_disk_usable(self) -> bool:
+        return self._store is not None and self._clock() >= self._disk_pause_until
+
+    def _source_of(self, key: bytes) -> LoadSource:
+        slot = None if self._pool is None else self._pool.slot_of(key)
+        if slot is not None and self._pool is not None and not self._pool.is_filling(slot):
+            return LoadSource.HOST
+        # A slot that is still being filled is worth as much as its read: nothing while the disk
+        # hangs.
+        if (slot is not None or key in self._on_disk) and self._is_disk_usable():
+            return LoadSource.DISK
+        return LoadSource.MISSING
+
+    def _pin_resident(self, key: bytes) -> int | None:
+        slot = None if self._pool is None else self._pool.slot_of(key)
+        if slot is not None and self._pool is not None:
+            self._pool.pin(slot)
+        return slot
+
+    def _plan_disk_block(self, key: bytes, block_id: int) -> LoadBlock:
+        if key not in self._on_disk or self._pool is None:
+            return LoadBlock(key, block_id, LoadSource.MISSING)
+        # A key that another request reads through a staging buffer is not read twice: join that
+        # read.
+        slot = None if key in self._streaming else self._pool.allocate(key, filling=True)
+        if slot is None:
+            self._streaming[key] += 1
+            return LoadBlock(key, block_id, LoadSource.DISK)
+        return LoadBlock(key, block_id, LoadSource.DISK, slot)
+
+    def _plan_stores(self, share: ScheduledRequest) -> list[StoreBlock]:
+        state = self._requests.get(share.request_id)
+        if state is None or self._pool is None:
+            return []
+        if share.replaces_blocks:
+            state.block_ids = list(share.block_ids)
+            # What lies before was loaded or hit on the device, never computed: not stored again.
+            state.next_store = share.computed_tokens // self._block_tokens
+        else:
+            state.block_ids.extend(share.block_ids)
+        # Tokens beyond num_tokens are unverified drafts, or sampled ones not known yet.
+        known = min(share.computed_tokens + share.scheduled_tokens, state.request.num_tokens)
+        complete = min(known // self._block_tokens, len(state.block_ids))
+        if complete <= state.next_store:
+            return []
+        keys = self._keys(state, complete)
+        stores: list[StoreBlock] = []
+        for index in range(state.next_store, complete):
+            key = keys[index]
+            if key in self._pool or key in self._on_disk or key in self._writing:
+                continue
+            slot = self._pool.allocate(key)
+            if slot is None:
+                self._dropped_stores += 1
+                continue
+            to_disk = self._store is not None
+            if to_disk:
+                self._writing[key] = slot
+            stores.append(StoreBlock(key, state.block_ids[index], slot, to_disk))
+        for store in stores:
+            if not store.to_disk:
+                # Nothing reads the slot behind the worker's back: plans run in order, so a later
+                # plan may reuse it at once.
+                self._pool.unpin(store.slot)
+        state.next_store = complete
+        self._pool.touch_chain(keys[:complete])
+        return stores
+
+    def _keys(self, state: _RequestState, count: int) -> list[bytes]:
+        """The first ``count`` keys of a request's chain; extends the chain as needed."""
+        keys, size = state.keys, self._block_tokens
+        parent = keys[-1] if keys else root_key(self._facts.namespace)
+        for index in range(len(keys), count):
+            start, end = index * size, (index + 1) * size
+            extra, state.image_index = self._extra_keys(
+                state.request, start, end, state.image_index
+            )
+            parent = next_key(parent, state.request.all_token_ids[start:end], extra)
+            keys.append(parent)
+        return keys[:count]

@@ -1,0 +1,339 @@
+"""Runs one trial against a server that is up: sends the load, reads the counters, seals the evidence.
+
+Each workload is one function; `WORKLOADS` is their registry. A trial decides nothing: it records what
+was done and seen, and the judge reads it back from disk.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from harness.collectors.process import read_processes
+from harness.collectors.prometheus import scrape
+from harness.controls import TierFiles, planted
+from harness.errors import LoadError, ServerError
+from harness.load.driver import LoadClient
+from harness.plan import Arm, Plan
+from harness.records import Event, MetricSample, RequestRecord, Schedule
+from harness.server.managed import Server
+from harness.store import TrialWriter
+from workloads import cold_recovery
+from workloads.prompts import token_ids
+
+DURABLE_DEADLINE_S = 120.0
+RESET_DEADLINE_S = 60.0
+REQUEST_DEADLINE_S = 600.0
+_POKE_PROMPT = list(range(1, 9))
+
+Clock = Callable[[], int]
+Progress = Callable[[str], None]
+
+
+@dataclass
+class TrialContext:
+    """Everything a workload function works with."""
+
+    plan: Plan
+    arm: Arm
+    server: Server
+    load: LoadClient
+    writer: TrialWriter
+    tier_dir: Path | None
+    tier_facts: dict[str, Any] | None
+    progress: Progress
+    clock: Clock = time.monotonic_ns
+
+    @property
+    def parameters(self) -> cold_recovery.Parameters:
+        """The workload's parameters."""
+        return workload_parameters(self.plan)
+
+    # -- load ------------------------------------------------------------------------------------------
+
+    def send(self, schedule: Schedule) -> tuple[RequestRecord, ...]:
+        """Saves the schedule, sends it, saves the client's own witnesses."""
+        self.server.check_alive()
+        self.writer.add_schedule(schedule)
+        total = len(schedule.requests)
+        result = self.load.run(
+            schedule,
+            records_path=self.writer.requests_path(schedule.phase),
+            deadline_s=REQUEST_DEADLINE_S,
+            on_progress=lambda done, of: self.progress(f"{schedule.phase} {done}/{of}"),
+        )
+        t_ns = self.clock()
+        self.writer.add_samples(
+            MetricSample(t_ns, schedule.phase, "client", name, None if value is None else float(value))
+            for name, value in result.witness.to_json().items()
+        )
+        failed = [r for r in result.records if r.outcome.value != "ok"]
+        self.event(
+            "sent",
+            phase=schedule.phase,
+            requests=total,
+            failed=len(failed),
+            first_error=failed[0].error_detail if failed else None,
+        )
+        return result.records
+
+    # -- counters ----------------------------------------------------------------------------------------
+
+    def event(self, kind: str, **detail: Any) -> None:
+        """Records what was done."""
+        self.writer.add_event(Event(self.clock(), kind, detail))
+
+    def poke(self) -> None:
+        """One request of one token, shorter than a block: makes the engine publish its statistics.
+
+        vLLM hands connector statistics over with an engine step, so after the last one they are stale.
+        """
+        body = {"model": self.server.model, "prompt": _POKE_PROMPT, "max_tokens": 1, "temperature": 0}
+        try:
+            response = httpx.post(
+                f"{self.server.base_url}/v1/completions", json=body, timeout=60.0, trust_env=False
+            )
+            response.raise_for_status()
+        except httpx.HTTPError as error:
+            self.event("poke_failed", error=f"{type(error).__name__}: {error}"[:300])
+            self.server.check_alive()
+
+    def mark(self, mark: str) -> list[MetricSample]:
+        """Reads all counters under the name of this moment."""
+        self.poke()
+        samples, page = scrape(self.server.base_url, mark=mark)
+        samples += read_processes(self.server.pids(), mark=mark)
+        self.writer.add_samples(samples)
+        self.writer.add_text(f"metrics-{mark}.prom", page)
+        return samples
+
+    def wait_durable(self) -> None:
+        """Waits until the connector's store backlog reads zero twice in a row; records how it went."""
+        started = self.clock()
+        zeros = 0
+        while zeros < 2:
+            self.poke()
+            samples, _page = scrape(self.server.base_url, mark="durable")
+            backlog = next(s for s in samples if s.name == "tier_store_backlog_blocks")
+            self.writer.add_samples([backlog])
+            waited_s = (self.clock() - started) / 1e9
+            if backlog.value is None:
+                self.event("durable", ok=False, error=backlog.error)
+                return
+            zeros = zeros + 1 if backlog.value == 0 else 0
+            self.progress(f"waiting for stores, {backlog.value:.0f} blocks left")
+            if waited_s > DURABLE_DEADLINE_S:
+                self.event("durable", ok=False, error=f"backlog {backlog.value:g} after {waited_s:.0f} s")
+                return
+        self.event("durable", ok=True, waited_s=(self.clock() - started) / 1e9)
+
+    def make_cold(self, *, host_pool: bool) -> None:
+        """Empties the device cache, and the host pool when asked; reads the answer, not only its status."""
+        if not self.server.owned:
+            self.event("cold", ok=False, error="a server of somebody else is never reset")
+            return
+        url = f"{self.server.base_url}/reset_prefix_cache"
+        deadline = self.clock() + int(RESET_DEADLINE_S * 1e9)
+        attempts = 0
+        while True:
+            attempts += 1
+            try:
+                response = httpx.post(
+                    url,
+                    params={"reset_external": str(host_pool).lower()},
+                    timeout=30.0,
+                    trust_env=False,
+                )
+                answer: Any = response.json() if response.status_code == 200 else response.text[:300]
+            except (httpx.HTTPError, ValueError) as error:
+                answer = f"{type(error).__name__}: {error}"[:300]
+                self.server.check_alive()
+            if isinstance(answer, dict) and answer.get("success") is True:
+                self.event("cold", ok=True, attempts=attempts, host_pool=host_pool)
+                return
+            if self.clock() > deadline:
+                self.event("cold", ok=False, attempts=attempts, error=f"reset answered {answer!r}")
+                return
+            self.poke()  # a step lets the engine release what it still holds
+
+    def make_cold_for_arm(self) -> None:
+        """Cold as the arm's medium asks; the baselines are never reset after populating."""
+        if self.arm.role == "tiered":
+            self.make_cold(host_pool=self.arm.medium == "disk")
+
+
+def workload_parameters(plan: Plan) -> cold_recovery.Parameters:
+    """The cold-recovery parameters of a plan."""
+    work = plan.campaign.cold_recovery
+    return cold_recovery.Parameters(
+        seed=plan.campaign.seed,
+        vocab_size=int(plan.model_config["vocab_size"]),
+        levels=tuple(work.levels),
+        repetitions=work.repetitions,
+        sessions=work.sessions,
+        prompt_tokens=work.prompt_tokens,
+        output_tokens=work.output_tokens,
+        oracle_sessions=work.oracle_sessions,
+        steady_cycles=work.steady_cycles,
+        fits_sessions=work.fits_sessions,
+    )
+
+
+def run_trial(context: TrialContext) -> None:
+    """Runs and seals one trial. What goes wrong in the server under test becomes an event, not an error.
+
+    Raises only what the harness itself did wrong, and KeyboardInterrupt; the trial is sealed all the same.
+    """
+    facts = context.writer.facts
+    log_start = context.server.log_size()
+    context.event("trial_started", wall_ns=time.time_ns())
+    try:
+        context.writer.set_server(context.server.facts())
+        WORKLOADS[facts.workload](context)
+        context.event("trial_ended", ok=True, wall_ns=time.time_ns())
+    except (ServerError, LoadError) as error:
+        context.event("trial_ended", ok=False, error=str(error)[:2000], wall_ns=time.time_ns())
+    except BaseException as error:
+        context.event("trial_ended", ok=False, error=f"{type(error).__name__}: {error}"[:2000])
+        raise
+    finally:
+        context.writer.add_text("server.log", context.server.log_text(log_start))
+        context.writer.set_figures(_figures(context))
+        context.writer.seal()
+
+
+def _figures(context: TrialContext) -> dict[str, Any]:
+    """The plan's figures that analysis checks this trial against."""
+    sizes, work = context.plan.sizes, context.plan.campaign.cold_recovery
+    return {
+        "role": context.arm.role,
+        "medium": context.arm.medium,
+        "kv_bytes_per_token": sizes.kv_bytes_per_token,
+        "block_tokens": sizes.block_tokens,
+        "cached_tokens_per_session": sizes.cached_tokens_per_session,
+        "prompt_tokens": work.prompt_tokens,
+        "output_tokens": work.output_tokens,
+    }
+
+
+# --- workloads -------------------------------------------------------------------------------------------
+
+
+def arrival(context: TrialContext) -> None:
+    """Does the server answer, and does a forced store, evict, load round trip bring KV back?"""
+    session = [cold_recovery.ARRIVAL_SESSION]
+    context.send(cold_recovery.sequence(context.parameters, "arrival_store", session))
+    if context.arm.role != "tiered":
+        return
+    context.wait_durable()
+    context.make_cold_for_arm()
+    context.mark("cold")
+    context.send(cold_recovery.sequence(context.parameters, "arrival_load", session))
+    context.mark("loaded")
+
+
+def populate(context: TrialContext) -> None:
+    """Warms up, then asks every session once at concurrency 1; the HBM arm also makes the reference."""
+    parameters = context.parameters
+    context.send(cold_recovery.warm_up(parameters))
+    sessions = list(range(parameters.sessions))
+    if context.arm.role != "hbm_only":
+        context.send(cold_recovery.sequence(parameters, "populate", sessions))
+        if context.arm.role == "tiered":
+            context.wait_durable()
+        return
+    # The exact reference of the oracles: each session asked again at once, answered from the device
+    # cache, on a server without a connector. Asked twice: a reference that differs from itself is none.
+    order = [*sessions, cold_recovery.CONTROL_SESSION]
+    thrice = [session for session in order for _ in range(3)]
+    context.send(cold_recovery.sequence(parameters, "populate", thrice))
+
+
+def cold_wave(context: TrialContext) -> None:
+    """One measured wave from cold; in tiered arms each session is then asked again at concurrency 1."""
+    facts, parameters = context.writer.facts, context.parameters
+    sessions = cold_recovery.wave_sessions(parameters, facts.concurrency, facts.repetition)
+    context.make_cold_for_arm()
+    context.mark("cold")
+    context.send(cold_recovery.wave(parameters, "wave", sessions))
+    context.mark("wave_end")
+    if context.arm.role == "tiered":
+        context.send(cold_recovery.sequence(parameters, "reask", sessions, turn=1))
+        context.mark("reask_end")
+
+
+def steady(context: TrialContext) -> None:
+    """Closed-loop users at the largest level; analysis discards the first two cycles."""
+    context.make_cold_for_arm()
+    context.mark("cold")
+    context.send(cold_recovery.steady(context.parameters))
+    context.mark("steady_end")
+
+
+def oracle(context: TrialContext) -> None:
+    """Exact oracle (a) at concurrency 1, then the negative controls where files can be reached."""
+    parameters = context.parameters
+    sessions = cold_recovery.oracle_sessions(parameters)
+    context.make_cold_for_arm()
+    context.mark("cold")
+    context.send(cold_recovery.sequence(parameters, "oracle", sessions))
+    context.mark("oracle_end")
+    if context.tier_dir is not None and context.arm.medium == "disk":
+        _negative_controls(context)
+
+
+def _negative_controls(context: TrialContext) -> None:
+    parameters = context.parameters
+    pair = [cold_recovery.CONTROL_SESSION, cold_recovery.DONOR_SESSION]
+    schedule = cold_recovery.sequence(parameters, "control_populate", pair)
+    context.send(schedule)
+    context.wait_durable()
+    if context.tier_facts is None:
+        context.event("controls_impossible", error="the connector did not report itself")
+        return
+    files = TierFiles(context.tier_dir or Path(), context.tier_facts)
+    try:
+        control, donor = (files.of(token_ids(request.prompt)) for request in schedule.requests)
+    except FileNotFoundError as error:
+        context.event("controls_impossible", error=str(error))
+        return
+    layers = int(context.plan.model_config["num_hidden_layers"])
+    itemsize = 4 if context.plan.model_config.get("torch_dtype") == "float32" else 2
+    # Without a planted fault the same path must match, else a miss and a hit look alike.
+    _ask_control(context, "control_clean")
+    for name in cold_recovery.CONTROLS:
+        with planted(name, control, donor=donor, layers=layers, itemsize=itemsize):
+            _ask_control(context, f"control_{name}")
+
+
+def _ask_control(context: TrialContext, phase: str) -> None:
+    """Restores the control session from disk (oracle a), then asks it again on the device (oracle c)."""
+    context.make_cold(host_pool=True)
+    twice: Sequence[int] = [cold_recovery.CONTROL_SESSION] * 2
+    context.send(cold_recovery.sequence(context.parameters, phase, twice))
+
+
+def fits_in_hbm(context: TrialContext) -> None:
+    """Control cell: a working set that fits must be answered from the device cache."""
+    parameters = context.parameters
+    first = cold_recovery.FITS_SESSION
+    sessions = list(range(first, first + parameters.fits_sessions))
+    context.send(cold_recovery.sequence(parameters, "fits_populate", sessions))
+    context.mark("cold")
+    context.send(cold_recovery.sequence(parameters, "fits_read", sessions, turn=1))
+    context.mark("fits_end")
+
+
+WORKLOADS: dict[str, Callable[[TrialContext], None]] = {
+    "arrival": arrival,
+    "populate": populate,
+    "cold_recovery": cold_wave,
+    "steady": steady,
+    "oracle": oracle,
+    "fits_in_hbm": fits_in_hbm,
+}

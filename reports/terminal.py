@@ -1,0 +1,167 @@
+"""The verdict for a terminal: compact, ASCII signs, readable at 80 columns and without colour.
+
+Texts from evidence are cleaned of control codes and never read as rich markup.
+"""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from harness.verdicts import Check, SignOff, Verdict
+from reports.context import Mark, ReasonGroup
+from reports.formats import measured
+from reports.safe import clean
+from reports.texts import Texts, load
+from reports.verdict_words import (
+    bound_words,
+    gate_name,
+    gate_title,
+    label,
+    mark,
+    reason_groups,
+    scope,
+    sentence,
+)
+
+_STYLES = {
+    "pass": "bold green",
+    "stop": "bold red",
+    "inconclusive": "bold yellow",
+    "not-run": "bold bright_black",
+}
+_ID_COLUMNS = 44  # what 80 columns leave for the id, with usual values
+_ASCII = {"≥": ">=", "≤": "<=", "–": "-", "·": ","}
+
+
+def verdict_table(signoff: SignOff, locale: str = "en") -> RenderableType:
+    """Criteria, failed checks, reasons with remedies and, last, the verdict and why.
+
+    Raises MissingText for an unknown or incomplete locale.
+    """
+    texts = load(locale)
+    parts: list[RenderableType] = [_criteria(signoff, texts)]
+    failed = [check for check in signoff.checks if not check.passed]
+    if failed:
+        parts += [
+            "",
+            _heading(texts("terminal.failed_checks")),
+            *(_check(c, texts) for c in failed),
+        ]
+    groups = reason_groups(signoff, texts)
+    if groups:
+        parts += ["", _heading(texts("terminal.reasons"))]
+        parts += [part for group in groups for part in _reason(group, texts)]
+    parts += ["", _last_line(signoff, texts)]
+    return Group(*parts)
+
+
+def print_signoff(signoff: SignOff, console: Console, locale: str = "en") -> None:
+    """Prints `verdict_table`; characters the console cannot encode are spelled out."""
+    with console.capture() as capture:
+        console.print(verdict_table(signoff, locale))
+    encoding = console.encoding or "utf-8"
+    lines = [line.rstrip() for line in capture.get().rstrip("\n").split("\n")]
+    shown = "\n".join([*lines, ""]).encode(encoding, "backslashreplace").decode(encoding)
+    console.file.write(shown)
+    console.file.flush()
+
+
+def _criteria(signoff: SignOff, texts: Texts) -> RenderableType:
+    results = [result for gate in signoff.gates for result in gate.criteria]
+    if not results:
+        return Text(texts("terminal.no_criteria"))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column(texts("terminal.id"), overflow="fold", min_width=20)
+    table.add_column(texts("terminal.value"), justify="right", no_wrap=True)
+    table.add_column(texts("terminal.bound"), justify="right", no_wrap=True)
+    table.add_column(texts("terminal.n"), justify="right", no_wrap=True)
+    table.add_column(texts("terminal.verdict"), no_wrap=True)
+    for gate in signoff.gates:
+        if gate.criteria:
+            title = f"{gate_name(gate.gate)} {gate_title(gate.gate, texts)}"
+            table.add_row(Text(title, style="bold"))
+        for result in gate.criteria:
+            measurement = result.measurement
+            value = measured(measurement.value, measurement.unit, result.bound, texts)
+            target, _, override = bound_words(result.bound, measurement.unit, texts)
+            table.add_row(
+                Text(_breakable(clean(result.id))),
+                _plain(value),
+                _plain(target + (" *" if override else "")),
+                Text(str(measurement.n)),
+                _term(mark(result.verdict, texts)),
+            )
+    if all(result.bound.default_target is None for result in results):
+        return table
+    return Group(table, Text(f"* {texts('criteria.overrides')}", style="dim"))
+
+
+def _breakable(identifier: str) -> str:
+    """Long ids continue on a second line at the bracket, so that 80 columns do not cut a word."""
+    if len(identifier) <= _ID_COLUMNS or "[" not in identifier:
+        return identifier
+    name, scope_part = identifier.split("[", 1)
+    return f"{name}\n  [{scope_part}"
+
+
+def _check(check: Check, texts: Texts) -> RenderableType:
+    line = Text("x ", style="bold")
+    line.append(f"{clean(check.name)}  {clean(check.subject)}", style="not bold")
+    facts = f"{texts('terminal.found')} {clean(check.found)}"
+    line.append(f"\n{facts}; {texts('terminal.allowed')} {clean(check.allowed)}", style="dim")
+    return Padding(line, (0, 0, 0, 2), expand=False)
+
+
+def _reason(group: ReasonGroup, texts: Texts) -> list[RenderableType]:
+    first = _verdict(group.mark)
+    first.append(f"  {group.code}", style="not bold default")
+    lines: list[RenderableType] = [Padding(first, (0, 0, 0, 2), expand=False)]
+    lines.append(Padding(Text(group.meaning), (0, 0, 0, 4), expand=False))
+    for item in group.occurrences:
+        lines.append(Padding(Text(f"- {item.text}"), (0, 0, 0, 4), expand=False))
+        if item.evidence:
+            text = Text(f"{texts('terminal.evidence')} {item.evidence}", style="dim")
+            lines.append(Padding(text, (0, 0, 0, 6), expand=False))
+    if group.more:
+        lines.append(Padding(Text(texts("why.more", count=group.more)), (0, 0, 0, 4), expand=False))
+    remedy = Text(f"{texts('terminal.remedy')} ", style="bold")
+    remedy.append(group.remedy, style="not bold")
+    lines.append(Padding(remedy, (0, 0, 0, 4), expand=False))
+    return lines
+
+
+def _last_line(signoff: SignOff, texts: Texts) -> Text:
+    line = _verdict(mark(signoff.verdict, texts))
+    rest = [sentence(signoff.verdict, texts), scope(signoff, texts)]
+    note = label(signoff, texts)
+    line.append("  " + texts("word.sentence_gap").join(rest), style="not bold default")
+    if note:
+        line.append(f" [{note}]", style="not bold default")
+    codes = [group.code for group in reason_groups(signoff, texts)]
+    if signoff.verdict is not Verdict.PASS and codes:
+        line.append(f"\n{texts('why.heading')}: {', '.join(codes)}", style="not bold default")
+    return line
+
+
+def _term(verdict: Mark) -> Text:
+    """The term alone, for a narrow column."""
+    return Text(verdict.word, style=_STYLES[verdict.kind])
+
+
+def _verdict(verdict: Mark) -> Text:
+    word = f"{verdict.word} {verdict.local}".rstrip()
+    return Text(word, style=_STYLES[verdict.kind])
+
+
+def _heading(text: str) -> Text:
+    return Text(text, style="bold underline")
+
+
+def _plain(text: str) -> Text:
+    for sign, spelling in _ASCII.items():
+        text = text.replace(sign, spelling)
+    return Text(text)

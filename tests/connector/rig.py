@@ -1,0 +1,233 @@
+"""Scheduler side and worker side joined without vLLM: a tiny device cache, real files.
+
+``Rig.serve`` plays one request as vLLM would: look up, allocate device blocks, load, compute the
+rest, and returns the KV the request ended up with. ``kv_of`` says what that KV must be.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.connector.blockfile import file_bytes
+from harness.connector.config import ResetScope, TierConfig
+from harness.connector.file_store import FileStore
+from harness.connector.layout import BlockLayout, CacheTensor
+from harness.connector.meta import StepPlan, WorkerFacts
+from harness.connector.scheduler import ScheduledRequest, TierScheduler
+from harness.connector.worker import HostMemory, TierWorker
+
+NAMESPACE = "cd" * 16
+BLOCK_TOKENS = 4
+LAYERS, RUN_BYTES = 2, 24
+DEVICE_BLOCKS = 64
+
+
+@dataclass
+class FakeRequest:
+    """What the scheduler side looks at."""
+
+    request_id: str
+    all_token_ids: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+
+@dataclass
+class Served:
+    """How a request ended: its KV by block, hit tokens, and whether a load failed."""
+
+    blocks: list[bytes]
+    external_tokens: int
+    has_failed: bool
+    hits: tuple[int, int] = (0, 0)
+    statistics: dict[str, Any] = field(default_factory=dict)
+
+
+def kv_of(tokens: Sequence[int]) -> list[bytes]:
+    """The KV of each full block: a function of all tokens up to its end, as in a real model."""
+    blocks = []
+    for end in range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS):
+        seed = hashlib.sha256(repr(list(tokens[:end])).encode()).digest()
+        blocks.append((seed * 2)[: LAYERS * RUN_BYTES])
+    return blocks
+
+
+class Rig:
+    """One tier. A new rig on the same directory is a restarted server."""
+
+    def __init__(
+        self,
+        directory: Path | None,
+        *,
+        pool_slots: int,
+        staging: int = 2,
+        deadline_s: float = 20.0,
+        reset_scope: ResetScope = ResetScope.ALL,
+        wrap_store: Callable[[FileStore], FileStore] = lambda store: store,
+        are_loads_allowed: bool = True,
+    ) -> None:
+        self.device = np.zeros((LAYERS, DEVICE_BLOCKS, RUN_BYTES), dtype=np.uint8)
+        flat = self.device.reshape(-1)
+        layer_bytes = DEVICE_BLOCKS * RUN_BYTES
+        layout = BlockLayout(
+            [
+                CacheTensor(
+                    f"l{i}",
+                    flat,
+                    i * layer_bytes,
+                    (DEVICE_BLOCKS, RUN_BYTES),
+                    (RUN_BYTES, 1),
+                    1,
+                    "u8",
+                )
+                for i in range(LAYERS)
+            ],
+            DEVICE_BLOCKS,
+        )
+        config = TierConfig(
+            host_pool_bytes=1,
+            directory=directory,
+            load_deadline_s=deadline_s,
+            reset_scope=reset_scope,
+        )
+        slot_bytes = file_bytes(layout.payload_bytes)
+        self.store: FileStore | None = None
+        index_store = None
+        if directory is not None:
+            self.store = wrap_store(FileStore(directory, NAMESPACE, layout.payload_bytes))
+            self.store.open({})
+            index_store = FileStore(directory, NAMESPACE, layout.payload_bytes)
+        else:
+            staging = 0
+        self.worker = TierWorker(
+            config,
+            layout,
+            HostMemory(pool_slots + staging, slot_bytes),
+            pool_slots=pool_slots,
+            store=self.store,
+        )
+        self.scheduler = TierScheduler(
+            config,
+            block_tokens=BLOCK_TOKENS,
+            extra_keys=lambda request, start, end, index: (None, index),
+            are_loads_allowed=are_loads_allowed,
+        )
+        facts = WorkerFacts(
+            namespace=NAMESPACE,
+            payload_bytes=layout.payload_bytes,
+            slot_bytes=slot_bytes,
+            slot_count=pool_slots,
+            has_disk=self.store is not None,
+        )
+        self.scheduler.attach(facts, index_store)
+        self.invalid: set[int] = set()
+        self.finished: set[str] = set()
+        self._ids = itertools.count()
+        self._next_block = 0
+
+    def request(self, tokens: Sequence[int]) -> FakeRequest:
+        """A new request."""
+        return FakeRequest(f"r{next(self._ids)}", list(tokens))
+
+    def blocks(self, count: int) -> list[int]:
+        """Device blocks for a request, full of garbage."""
+        ids = [(self._next_block + i) % DEVICE_BLOCKS for i in range(count)]
+        self._next_block += count
+        self.device[:, ids] = 0xEE
+        return ids
+
+    def step(
+        self,
+        shares: Sequence[ScheduledRequest] = (),
+        compute: Callable[[], None] = lambda: None,
+    ) -> StepPlan:
+        """One engine step: plan, start, compute, store, report."""
+        plan = self.scheduler.build_plan(shares, is_idle=not shares)
+        self.worker.begin_step(plan)
+        compute()
+        self.worker.copy_ready()
+        self.worker.save(plan)
+        self.finished |= self.worker.poll(is_idle=plan.is_idle)
+        self.invalid |= self.worker.take_failed_blocks()
+        self.scheduler.apply_report(self.worker.take_report())
+        return plan
+
+    def start(self, request: FakeRequest, device_blocks: int = 0) -> tuple[list[int], int]:
+        """Looks up and plans the load of a request of which ``device_blocks`` are on the device."""
+        external = self.scheduler.lookup(request, device_blocks * BLOCK_TOKENS)
+        ids = self.blocks(-(-request.num_tokens // BLOCK_TOKENS))
+        for index in range(device_blocks):
+            self._put(ids[index], kv_of(request.all_token_ids)[index])
+        self.scheduler.plan_load(request, ids, external)
+        return ids, external
+
+    def wait(self, request: FakeRequest) -> None:
+        """Steps until the request's load has ended."""
+        limit = time.monotonic() + 30
+        while request.request_id not in self.finished:
+            assert time.monotonic() < limit, "the load never ended"
+            self.step()
+
+    def compute(self, request: FakeRequest, ids: list[int], computed_tokens: int) -> None:
+        """Runs the rest of the prompt in one step."""
+        wanted = kv_of(request.all_token_ids)
+
+        def forward() -> None:
+            for index in range(computed_tokens // BLOCK_TOKENS, len(wanted)):
+                self._put(ids[index], wanted[index])
+
+        share = ScheduledRequest(
+            request.request_id,
+            computed_tokens,
+            request.num_tokens - computed_tokens,
+            ids,
+            replaces_blocks=True,
+        )
+        self.step([share], forward)
+
+    def serve(self, tokens: Sequence[int], device_blocks: int = 0) -> Served:
+        """One request from arrival to end."""
+        request = self.request(tokens)
+        ids, external = self.start(request, device_blocks)
+        hits = self.scheduler.hit_tokens(request.request_id)
+        valid = device_blocks * BLOCK_TOKENS + external
+        has_failed = False
+        if external:
+            self.wait(request)
+            bad = [i for i, block in enumerate(ids) if block in self.invalid]
+            self.invalid.clear()
+            has_failed = bool(bad)
+            if bad:
+                valid = bad[0] * BLOCK_TOKENS
+        self.compute(request, ids, valid)
+        blocks = [self._get(block) for block in ids[: len(tokens) // BLOCK_TOKENS]]
+        self.scheduler.finish(request.request_id)
+        return Served(blocks, external, has_failed, hits)
+
+    def drain(self) -> None:
+        """Steps until everything is durable."""
+        limit = time.monotonic() + 30
+        while self.scheduler.gauges()["store_backlog_blocks"]:
+            assert time.monotonic() < limit, "the backlog never drained"
+            self.step()
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self.worker.stop()
+
+    def _put(self, block: int, kv: bytes) -> None:
+        self.device[:, block] = np.frombuffer(kv, dtype=np.uint8).reshape(LAYERS, RUN_BYTES)
+
+    def _get(self, block: int) -> bytes:
+        return self.device[:, block].tobytes()

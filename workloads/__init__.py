@@ -1,0 +1,1 @@
+"""Workloads: pure functions from parameters and a seed to schedules."""
