@@ -81,7 +81,7 @@ def ensure_model(architecture: ModelArchitecture, root: Path) -> Path:
 def _write_model(arch: ModelArchitecture, directory: Path) -> None:
     _write_safetensors(arch, directory / "model.safetensors")
     for name, content in (
-        ("config.json", _config(arch)),
+        ("config.json", model_config(arch)),
         ("tokenizer.json", _tokenizer(arch)),
         ("tokenizer_config.json", _TOKENIZER_CONFIG),
         ("generation_config.json", {"eos_token_id": 256, "pad_token_id": 256}),
@@ -149,7 +149,8 @@ def _to_bytes(array: np.ndarray[Any, Any], dtype: str) -> bytes:
     return (rounded >> 16).astype("<u2").tobytes()
 
 
-def _config(arch: ModelArchitecture) -> dict[str, Any]:
+def model_config(arch: ModelArchitecture) -> dict[str, Any]:
+    """The generated model's config.json."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",

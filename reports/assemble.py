@@ -83,14 +83,14 @@ def summary(signoff: SignOff, texts: Texts) -> Summary | None:
     chosen = [result for result in last.criteria if result.level is not None] or list(last.criteria)
     levels = sorted({result.level for result in chosen if result.level is not None})
     rows = []
-    for results in _families(chosen):
+    for results in _families(chosen) if levels else [[result] for result in chosen]:
         first = results[0]
         by_level = {result.level: result for result in results}
         columns: list[int | None] = [*levels] or [None]
         rows.append(
             Decisive(
                 title=clean(first.title),
-                comparison=comparison(first, texts),
+                comparison=_comparisons(results, texts),
                 values=tuple(_value_at(by_level.get(level), texts) for level in columns),
                 bound=bound_words(first.bound, first.measurement.unit, texts)[0],
             )
@@ -103,7 +103,7 @@ def summary(signoff: SignOff, texts: Texts) -> Summary | None:
 def gate_block(gate: GateVerdict, texts: Texts) -> GateBlock:
     """One gate with its criteria, those of one name and comparison together."""
     return GateBlock(
-        name=gate_name(gate.gate),
+        name=gate_name(gate.gate, texts),
         title=gate_title(gate.gate, texts),
         mark=mark(gate.verdict, texts),
         families=tuple(_family(results, texts) for results in _families(gate.criteria)),
@@ -145,11 +145,16 @@ def commands(signoff: SignOff) -> tuple[str, ...]:
 def _families(
     results: tuple[CriterionResult, ...] | list[CriterionResult],
 ) -> list[list[CriterionResult]]:
+    """Levels of one comparison together; a criterion without levels with all its arms."""
     groups: dict[tuple[str, str, str | None], list[CriterionResult]] = {}
     for result in results:
-        key = (result.criterion, result.arm, result.baseline)
-        groups.setdefault(key, []).append(result)
+        arm = result.arm if result.level is not None or result.baseline is not None else ""
+        groups.setdefault((result.criterion, arm, result.baseline), []).append(result)
     return list(groups.values())
+
+
+def _comparisons(results: list[CriterionResult], texts: Texts) -> str:
+    return texts.listing(tuple(dict.fromkeys(comparison(result, texts) for result in results)))
 
 
 def _value_at(result: CriterionResult | None, texts: Texts) -> str:
@@ -166,7 +171,7 @@ def _family(results: list[CriterionResult], texts: Texts) -> Family:
     return Family(
         criterion=clean(first.criterion),
         title=clean(first.title),
-        comparison=comparison(first, texts),
+        comparison=_comparisons(results, texts),
         estimator=clean(shared),
         decide=clean(first.decide),
         rationale=clean(first.rationale),

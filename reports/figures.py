@@ -30,8 +30,14 @@ from reports.formats import significant
 from reports.safe import clean
 from reports.svg import inline_svg
 
-# Okabe-Ito: told apart with any common colour blindness; order fixed by the place of the arm.
-ARM_COLOURS = ("#555555", "#E69F00", "#56B4E9", "#0072B2", "#009E73", "#CC79A7", "#D55E00")
+# Okabe-Ito: told apart with any common colour blindness. The usual arms keep theirs in every report.
+ARM_COLOURS = {
+    "recompute": "#555555",
+    "hbm_only": "#E69F00",
+    "tiered_dram": "#56B4E9",
+    "tiered_disk": "#0072B2",
+}
+OTHER_ARM_COLOURS = ("#009E73", "#CC79A7", "#D55E00")
 SOURCE_COLOURS = {
     "recomputed": "#BFBFBF",
     "device": "#E69F00",
@@ -68,7 +74,10 @@ def shared_axis(values: Sequence[float | str]) -> Axis:
 
 def arm_colour(arm: str, arms: Sequence[str]) -> str:
     """Colour of an arm, the same in every chart and table of a page."""
-    return ARM_COLOURS[list(arms).index(arm) % len(ARM_COLOURS)]
+    if arm in ARM_COLOURS:
+        return ARM_COLOURS[arm]
+    others = [name for name in arms if name not in ARM_COLOURS]
+    return OTHER_ARM_COLOURS[others.index(arm) % len(OTHER_ARM_COLOURS)]
 
 
 def source_colour(source: str) -> str:

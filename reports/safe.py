@@ -2,8 +2,8 @@
 
 Escaping for HTML is the template's job; here go the characters that no medium should get: control
 codes (a terminal obeys them), line breaks (a text could forge a line of the report), direction
-marks (they reorder what a reader sees), lone surrogates and noncharacters (they cannot be written as
-UTF-8 or XML).
+marks (they reorder what a reader sees), lone surrogates and noncharacters (UTF-8 or XML cannot
+hold them).
 """
 
 from __future__ import annotations

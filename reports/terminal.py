@@ -82,7 +82,7 @@ def _criteria(signoff: SignOff, texts: Texts) -> RenderableType:
     table.add_column(texts("terminal.verdict"), no_wrap=True)
     for gate in signoff.gates:
         if gate.criteria:
-            title = f"{gate_name(gate.gate)} {gate_title(gate.gate, texts)}"
+            title = f"{gate_name(gate.gate, texts)} {gate_title(gate.gate, texts)}"
             table.add_row(Text(title, style="bold"))
         for result in gate.criteria:
             measurement = result.measurement
@@ -122,10 +122,12 @@ def _reason(group: ReasonGroup, texts: Texts) -> list[RenderableType]:
     lines: list[RenderableType] = [Padding(first, (0, 0, 0, 2), expand=False)]
     lines.append(Padding(Text(group.meaning), (0, 0, 0, 4), expand=False))
     for item in group.occurrences:
-        lines.append(Padding(Text(f"- {item.text}"), (0, 0, 0, 4), expand=False))
+        only = item.places[0] if len(item.places) == 1 else ""
+        text = f"{only}: {item.text}" if only and only not in item.text else item.text
+        lines.append(Padding(Text(f"- {text}"), (0, 0, 0, 4), expand=False))
         if item.evidence:
-            text = Text(f"{texts('terminal.evidence')} {item.evidence}", style="dim")
-            lines.append(Padding(text, (0, 0, 0, 6), expand=False))
+            path = Text(f"{texts('terminal.evidence')} {item.evidence}", style="dim")
+            lines.append(Padding(path, (0, 0, 0, 6), expand=False))
     if group.more:
         lines.append(Padding(Text(texts("why.more", count=group.more)), (0, 0, 0, 4), expand=False))
     remedy = Text(f"{texts('terminal.remedy')} ", style="bold")

@@ -55,9 +55,12 @@ def label(signoff: SignOff, texts: Texts) -> str:
     return texts.listing((*filter(None, [shown]), texts("word.not_signable")))
 
 
-def gate_name(gate: str) -> str:
+def gate_name(gate: str, texts: Texts) -> str:
     """G1 for g1; the name itself for anything else that was judged like a gate."""
-    return gate.upper() if gate in KNOWN_GATES else clean(gate)
+    if gate.lower() in KNOWN_GATES:
+        return gate.upper()
+    key = f"gate_name.{gate}"
+    return texts(key) if key in texts else clean(gate)
 
 
 def gate_title(gate: str, texts: Texts) -> str:
@@ -84,9 +87,9 @@ def scope(signoff: SignOff, texts: Texts) -> str:
     for name in sorted({*KNOWN_GATES, *by_name}):
         gate = by_name.get(name)
         if gate is None or gate.verdict is Verdict.NOT_RUN:
-            groups["not_run"].append(gate_name(name))
+            groups["not_run"].append(gate_name(name, texts))
         else:
-            groups["judged" if gate.criteria else "unjudged"].append(gate_name(name))
+            groups["judged" if gate.criteria else "unjudged"].append(gate_name(name, texts))
     return texts("word.sentence_gap").join(
         texts(f"banner.{group}", gates=texts.listing(tuple(names)))
         for group, names in groups.items()
@@ -127,13 +130,13 @@ def reason_groups(signoff: SignOff, texts: Texts) -> tuple[ReasonGroup, ...]:
 def _tile(name: str, gate: GateVerdict | None, absent: str, texts: Texts) -> GateTile:
     title = gate_title(name, texts)
     if gate is None:
-        return GateTile(gate_name(name), title, mark(Verdict.NOT_RUN, texts), absent)
+        return GateTile(gate_name(name, texts), title, mark(Verdict.NOT_RUN, texts), absent)
     note = texts("gate_note.criteria", count=len(gate.criteria))
     if not gate.criteria:
         note = texts("gate_note.nothing_judged")
         if gate.reasons:
             note = texts.reason(gate.reasons[0].code).meaning
-    return GateTile(gate_name(name), title, mark(gate.verdict, texts), note)
+    return GateTile(gate_name(name, texts), title, mark(gate.verdict, texts), note)
 
 
 def _reasons(signoff: SignOff, texts: Texts) -> Iterator[tuple[Verdict, str, Reason]]:
@@ -150,7 +153,7 @@ def _reasons(signoff: SignOff, texts: Texts) -> Iterator[tuple[Verdict, str, Rea
     for gate in signoff.gates:
         if gate.verdict is not Verdict.PASS:
             for reason in gate.reasons:
-                yield gate.verdict, gate_name(gate.gate), reason
+                yield gate.verdict, gate_name(gate.gate, texts), reason
 
 
 def _with_subject(check: Check, reason: Reason) -> Reason:

@@ -59,9 +59,9 @@ def test_banner_of_a_pass() -> None:
 def test_altered_evidence_says_that_no_gate_was_judged() -> None:
     banner = assemble.banner(sample.evidence_altered(), EN)
     assert banner.mark == INCONCLUSIVE
-    assert banner.scope == "No criterion could be judged in: evidence. Not run: G1, G2, G3, G4."
+    assert banner.scope == "No criterion could be judged in: Evidence. Not run: G1, G2, G3, G4."
     changed = "Sealed evidence was changed, removed or added to."
-    assert banner.gates[0] == GateTile("evidence", "Sealed evidence", INCONCLUSIVE, changed)
+    assert banner.gates[0] == GateTile("Evidence", "", INCONCLUSIVE, changed)
     assert {tile.note for tile in banner.gates[1:]} == {"Not judged"}
 
 
@@ -79,6 +79,26 @@ def test_summary_of_a_pass_shows_the_levels_of_the_last_gate() -> None:
         ),
         others=2,
     )  # fmt: skip
+
+
+def test_summary_without_levels_keeps_every_arm() -> None:
+    demo = sample.demo_pass()
+    first = demo.gates[0].criteria[0]
+    arms = tuple(dataclasses.replace(first, arm=arm) for arm in ("recompute", "tiered_disk"))
+    gates = (dataclasses.replace(demo.gates[0], criteria=arms),)
+    found = assemble.summary(dataclasses.replace(demo, gates=gates), EN)
+    assert found is not None
+    assert [row.comparison for row in found.rows] == ["recompute", "tiered_disk"]
+
+
+def test_criterion_without_levels_is_one_family_of_arms() -> None:
+    demo = sample.demo_pass()
+    first = demo.gates[0].criteria[0]
+    arms = tuple(dataclasses.replace(first, arm=arm) for arm in ("recompute", "tiered_disk"))
+    block = assemble.gate_block(dataclasses.replace(demo.gates[0], criteria=arms), EN)
+    assert [(f.comparison, len(f.results)) for f in block.families] == [
+        ("recompute, tiered_disk", 2)
+    ]
 
 
 @pytest.mark.parametrize("make", [sample.stop_wrong_output, sample.evidence_altered])

@@ -34,6 +34,13 @@ def test_axis_is_log_above_ten_times(values: list[float | str], log: bool, faile
     assert axis.low < axis.high
 
 
+def test_usual_arms_keep_their_colours_and_others_differ() -> None:
+    arms = ("nvme", "tiered_disk", "recompute", "array")
+    colours = [figures.arm_colour(arm, arms) for arm in arms]
+    assert colours[1:3] == ["#0072B2", "#555555"]
+    assert len(set(colours)) == 4
+
+
 def test_failed_requests_are_a_cross_with_their_count() -> None:
     svg = _ttft(ttft_s=(0.1, "inf", "inf"))
     assert re.search(r"<text[^>]*>2</text>", svg)
