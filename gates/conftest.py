@@ -1,8 +1,9 @@
 """Turns a campaign's criteria into tests, one per criterion, arm and level.
 
-Live (default): the campaign is run, sealed, and judged from disk. With ``--evidence RUN`` saved evidence
-is judged; no server is needed. pytest is the runner, not the verdict: a criterion of a selected gate is
-never skipped, and only PASS passes. The verdict file says which of STOP and INCONCLUSIVE it was.
+Live (default): the campaign is run, sealed, and judged from disk. With ``--evidence RUN`` saved
+evidence is judged; no server is needed. pytest is the runner, not the verdict: a criterion of a
+selected gate is never skipped, and only PASS passes. The verdict file says which of STOP and
+INCONCLUSIVE it was.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--evidence", type=Path, default=None, metavar="RUN", help="judge this saved run instead"
     )
-    group.addoption("--runs", type=Path, default=Path("runs"), help="where live runs go (default: runs)")
+    group.addoption(
+        "--runs", type=Path, default=Path("runs"), help="where live runs go (default: runs)"
+    )
 
 
 RecordProperty = Callable[[str, object], None]
@@ -101,7 +104,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "criterion_id" in metafunc.fixturenames:
         plan = metafunc.config.stash[_KEY].plan
         gate = next(m.name for m in metafunc.definition.iter_markers() if m.name in GATES)
-        ids = criterion_ids(plan, gate) if plan is not None else []
+        # Nothing to name is a test that fails, never pytest's skip of an empty parameter set.
+        ids = (criterion_ids(plan, gate) if plan is not None else []) or ["no_criterion"]
         metafunc.parametrize("criterion_id", ids, ids=ids)
 
 
@@ -118,9 +122,10 @@ def signoff(pytestconfig: pytest.Config) -> SignOff:
 
 
 @pytest.fixture
-def judge_criterion(signoff: SignOff, record_property: RecordProperty) -> JudgeCriterion:
+def judge_criterion(signoff: SignOff, request: pytest.FixtureRequest) -> JudgeCriterion:
     """Asserts one criterion and writes value and bound into the JUnit XML."""
-    return JudgeCriterion(signoff, record_property)
+    properties = request.node.user_properties
+    return JudgeCriterion(signoff, lambda name, value: properties.append((name, value)))
 
 
 @dataclass
@@ -163,7 +168,9 @@ class JudgeCriterion:
 
 
 def _message(result: CriterionResult, bound: str) -> str:
-    lines = [f"{result.id}: {result.verdict.value}, value {result.measurement.value}, bound {bound}"]
+    lines = [
+        f"{result.id}: {result.verdict.value}, value {result.measurement.value}, bound {bound}"
+    ]
     lines += [f"  {r.code.value}: {r.text} [{r.evidence}]" for r in result.reasons]
     return "\n".join(lines)
 

@@ -1,8 +1,8 @@
 """G1 arrival check, first part: the delivery is what was ordered and can work at all.
 
-Claim: each server starts, loads and answers; the connector brings KV back in a forced store, evict, load
-round trip, by bytes; KV bytes per token are what the model's config says.
-Not shown here yet: inventory, raw bandwidth of the media, placement.
+Claim: each server starts, loads and answers; the connector brings KV back in a forced store,
+evict, load round trip, by bytes; KV bytes per token are what the model's config says. Not shown
+here yet: inventory, raw bandwidth of the media, placement.
 """
 
 from __future__ import annotations

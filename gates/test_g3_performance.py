@@ -1,9 +1,9 @@
 """G3 main performance gate: long-context cold recovery at rising concurrency.
 
-Claim: TTFT and throughput of the tiered arms against recompute and HBM only, from waves that are proved
-cold, with outputs that are proved right. Statistic: one wave per repetition, paired over repetitions
-(docs/protocol.md, sections 5 and 6).
-Not shown: single-request tails, decode no-harm, reuse patterns other than cyclic re-reads.
+Claim: TTFT and throughput of the tiered arms against recompute and HBM only, from waves that are
+proved cold, with outputs that are proved right. Statistic: one wave per repetition, paired over
+repetitions (docs/protocol.md, sections 5 and 6). Not shown: single-request tails, decode no-harm,
+reuse patterns other than cyclic re-reads.
 """
 
 from __future__ import annotations

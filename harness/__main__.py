@@ -1,4 +1,4 @@
-"""Command line of kvgate. One verb per command; everything it knows comes from the modules it calls."""
+"""Command line of kvgate. One verb per command; all it knows comes from the modules it calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import harness
 from harness import arms, store
 from harness.console import ConsoleObserver
 from harness.doctor import disk_bytes_needed, examine
-from harness.errors import HarnessError, PlanError
+from harness.errors import EvidenceError, HarnessError, PlanError
 from harness.judging import judge_directory
 from harness.plan import DEFAULT_CAMPAIGN, GATES, Plan, load_campaign, make_plan, read_model_config
 from harness.run import CampaignRun, model_directory
@@ -57,11 +57,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         for problem in error.problems:
             print(f"kvgate: {problem}", file=sys.stderr)
         return EXIT_USAGE
+    except EvidenceError as error:  # the directory given is not a run, or not judged yet
+        print(f"kvgate: {error}", file=sys.stderr)
+        return EXIT_USAGE
     except HarnessError as error:
         print(f"kvgate: {error}", file=sys.stderr)
         return EXIT_INTERNAL
     except KeyboardInterrupt:
-        print("kvgate: interrupted; servers are stopped, what was recorded is kept", file=sys.stderr)
+        print(
+            "kvgate: interrupted; servers are stopped, what was recorded is kept", file=sys.stderr
+        )
         return EXIT_INTERRUPTED
 
 
@@ -73,7 +78,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"kvgate {harness.__version__}")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="COMMAND", parser_class=_Parser)
+    verbs = parser.add_subparsers(
+        dest="verb", required=True, metavar="COMMAND", parser_class=_Parser
+    )
 
     def verb(name: str, command: object, summary: str, example: str) -> argparse.ArgumentParser:
         sub = verbs.add_parser(
@@ -99,18 +106,28 @@ def _parser() -> argparse.ArgumentParser:
             help=f"campaign file (.toml) or the name of a bundled one; default {DEFAULT_CAMPAIGN}",
         )
         sub.add_argument(
-            "--gates", type=_gates, help=f"comma-separated, of {','.join(GATES)}; default: the campaign's"
+            "--gates",
+            type=_gates,
+            help=f"comma-separated, of {','.join(GATES)}; default: the campaign's",
         )
         sub.add_argument("--criteria", type=Path, help="criteria file; default: the bundled one")
-        sub.add_argument("--runs", type=Path, default=Path("runs"), help="where runs go; default runs/")
+        sub.add_argument(
+            "--runs", type=Path, default=Path("runs"), help="where runs go; default runs/"
+        )
     verbs.choices["run"].add_argument("--locale", choices=("en", "zh"), default="en")
 
-    sub = verb("judge", _judge, "judge saved evidence again; needs no server", "kvgate judge runs/x/y")
+    sub = verb(
+        "judge", _judge, "judge saved evidence again; needs no server", "kvgate judge runs/x/y"
+    )
     sub.add_argument("run", type=Path, metavar="RUN", help="run directory")
-    sub = verb("report", _report, "write the sign-off page of a judged run", "kvgate report runs/x/y")
+    sub = verb(
+        "report", _report, "write the sign-off page of a judged run", "kvgate report runs/x/y"
+    )
     sub.add_argument("run", type=Path, metavar="RUN", help="run directory")
     sub.add_argument("--locale", choices=("en", "zh"), default="en", help="language of the page")
-    verb("setup", _setup, "make the vLLM CPU environment that `python = \"auto\"` uses", "kvgate setup")
+    verb(
+        "setup", _setup, 'make the vLLM CPU environment that `python = "auto"` uses', "kvgate setup"
+    )
     return parser
 
 
@@ -118,7 +135,9 @@ def _gates(text: str) -> list[str]:
     gates = text.split(",")
     unknown = sorted(set(gates) - set(GATES))
     if unknown:
-        raise argparse.ArgumentTypeError(f"unknown gate {unknown[0]!r}; allowed: {', '.join(GATES)}")
+        raise argparse.ArgumentTypeError(
+            f"unknown gate {unknown[0]!r}; allowed: {', '.join(GATES)}"
+        )
     return gates
 
 
@@ -141,16 +160,23 @@ def _plan(arguments: argparse.Namespace) -> int:
     console = Console()
     sizes, work = plan.sizes, plan.campaign.cold_recovery
     mib = 2**20
-    facts = Table(title=f"{plan.campaign.name}  (profile {plan.campaign.profile})", show_header=False)
+    facts = Table(
+        title=f"{plan.campaign.name}  (profile {plan.campaign.profile})", show_header=False
+    )
     ratio = sizes.working_set_ratio
-    device = "natural" if sizes.device_kv_bytes is None else f"{sizes.device_kv_bytes / mib:.0f} MiB"
+    device = (
+        "natural" if sizes.device_kv_bytes is None else f"{sizes.device_kv_bytes / mib:.0f} MiB"
+    )
     for key, value in (
         ("gates", ", ".join(plan.gates)),
         ("levels", ", ".join(map(str, work.levels))),
         ("repetitions", str(work.repetitions)),
         ("sessions", f"{work.sessions} x {work.prompt_tokens} tokens, {work.output_tokens} out"),
         ("KV per token", f"{sizes.kv_bytes_per_token} bytes"),
-        ("KV per session", f"{sizes.session_kv_bytes / mib:.1f} MiB in {sizes.session_blocks} blocks"),
+        (
+            "KV per session",
+            f"{sizes.session_kv_bytes / mib:.1f} MiB in {sizes.session_blocks} blocks",
+        ),
         ("device KV", device),
         (
             "working set",
@@ -177,7 +203,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-# Measured on two AVX2 cores with the demo model: start of a server, a prefill, a restore with decode.
+# Measured on two AVX2 cores with the demo model: start of a server, a prefill, a restore with
+# decode.
 _START_S = 55.0
 _PREFILL_S_PER_TOKEN = 5.0e-4
 _ANSWER_S = 0.7
@@ -200,7 +227,9 @@ def _run(arguments: argparse.Namespace) -> int:
     plan, model_dir = _make_plan(arguments)
     home = arms.default_home()
     console = Console()
-    missing = [f for f in examine(plan, home=home, runs_root=arguments.runs) if f.required and not f.fine]
+    missing = [
+        f for f in examine(plan, home=home, runs_root=arguments.runs) if f.required and not f.fine
+    ]
     if missing:
         raise PlanError(
             [f"{f.name}: {f.found}; needed: {f.needed}. {f.remedy}".strip() for f in missing]

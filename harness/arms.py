@@ -1,7 +1,7 @@
 """An arm is data: how one server configuration under comparison is launched. Pure; starts nothing.
 
-`launch_spec` turns (campaign, arm, facts of this machine) into the exact argv and environment. Nothing
-else in the project decides what a server is started with.
+`launch_spec` turns (campaign, arm, facts of this machine) into the exact argv and environment.
+Nothing else in the project decides what a server is started with.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 
 from harness.plan import Arm, Campaign
 
-# The only environment that reaches evidence and reports; everything else a server inherits stays private.
+# The only environment that reaches evidence and reports; everything else a server inherits stays
+# private.
 ENVIRONMENT_ALLOW_LIST = (
     "CUDA_VISIBLE_DEVICES",
     "HF_HUB_OFFLINE",
@@ -114,8 +115,8 @@ def launch_spec(
     }
     cores = arm.cpu_cores or server.cpu_cores
     if cores is not None:
-        # vLLM binds more OpenMP threads by itself when a connector is configured, which alone halves
-        # TTFT: the binding is fixed in every arm and read back from the log.
+        # vLLM binds more OpenMP threads by itself when a connector is configured, which alone
+        # halves TTFT: the binding is fixed in every arm and read back from the log.
         chosen = ",".join(str(core) for core in list(allowed_cores)[:cores])
         environment["VLLM_CPU_OMP_THREADS_BIND"] = chosen
     environment |= server.environment | arm.environment

@@ -1,8 +1,9 @@
 """Negative controls: planted faults that the exact oracles must see.
 
-A fault is planted where the tier would really break: in the block files on the medium, with a fresh and
-valid checksum, so that the connector restores the wrong bytes in good faith. The only harness module
-that knows the connector's file format (stdlib-only `blockfile` and `keys`; docs/adr/0006-controls.md).
+A fault is planted where the tier would really break: in the block files on the medium, with a
+fresh and valid checksum, so that the connector restores the wrong bytes in good faith. The only
+harness module that knows the connector's file format (stdlib-only `blockfile` and `keys`;
+docs/adr/0006-controls.md).
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ def planted(
 def _flip_exponent_bit(payload: bytes, itemsize: int) -> bytes:
     """Flips the second-highest exponent bit of one element in the middle (little endian floats).
 
-    bfloat16 and float32 share sign and exponent in their highest bytes; bit 6 of the highest byte is the
-    top exponent bit, which would make infinities of most values, so the one below is taken.
+    bfloat16 and float32 share sign and exponent in their highest bytes; bit 6 of the highest byte
+    is the top exponent bit, which would make infinities of most values, so the one below is taken.
     """
     element = len(payload) // itemsize // 2
     position = element * itemsize + itemsize - 1

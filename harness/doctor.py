@@ -65,7 +65,9 @@ def _vllm(plan: Plan, home: Path) -> Iterator[Finding]:
         found, fine = "no interpreter there", False
         if Path(python).is_file():
             code = "import importlib.util as u; print(u.find_spec('vllm') is not None)"
-            result = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60)
+            result = subprocess.run(
+                [python, "-c", code], capture_output=True, text=True, timeout=60
+            )
             fine = result.stdout.strip() == "True"
             found = "vllm is installed" if fine else "no vllm in that environment"
         remedy = "run `kvgate setup`, or set server.python in the campaign"
@@ -112,9 +114,13 @@ def _disk(plan: Plan, runs_root: Path) -> Finding:
 def _direct_io(plan: Plan, runs_root: Path) -> Iterator[Finding]:
     for arm in plan.campaign.arms.values():
         if arm.medium == "disk" and arm.kind == "vllm":
-            root = _existing(Path(os.path.expandvars(arm.tier_root)) if arm.tier_root else runs_root)
+            root = _existing(
+                Path(os.path.expandvars(arm.tier_root)) if arm.tier_root else runs_root
+            )
             fine, found = probe_direct_io(root)
-            remedy = "choose a tier_root on a local file system; without it the page cache may answer"
+            remedy = (
+                "choose a tier_root on a local file system; without it the page cache may answer"
+            )
             yield Finding("O_DIRECT", found, f"works for {arm.name}", fine, False, remedy)
 
 
@@ -146,7 +152,9 @@ def _cores(plan: Plan) -> Finding:
 def _shared_memory() -> Finding:
     free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
     remedy = "enlarge /dev/shm (docker: --shm-size=2g)"
-    return Finding("/dev/shm", f"{free / GIB:.1f} GiB free", ">= 0.5 GiB", free >= GIB // 2, True, remedy)
+    return Finding(
+        "/dev/shm", f"{free / GIB:.1f} GiB free", ">= 0.5 GiB", free >= GIB // 2, True, remedy
+    )
 
 
 def _open_files() -> Finding:

@@ -1,4 +1,4 @@
-"""Errors of the harness itself. What goes wrong in the system under test is evidence, not an exception.
+"""Errors of the harness itself. What goes wrong in the system under test is evidence, no error.
 
     HarnessError
     ├── PlanError            campaign, criteria or command line: exit 64

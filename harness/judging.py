@@ -1,4 +1,4 @@
-"""From a run directory to its sign-off: opens, measures, judges. What cannot be judged is said so."""
+"""From a run directory to its sign-off: opens, measures, judges. Says what cannot be judged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def judge_directory(path: Path) -> SignOff:
     except DigestMismatch as error:
         return _unjudgeable(path, ReasonCode.EVIDENCE_ALTERED, error.problems)
     except Unsealed:
-        return _unjudgeable(path, ReasonCode.EVIDENCE_UNSEALED, ["no seal.json: the run never ended"])
+        return _unjudgeable(
+            path, ReasonCode.EVIDENCE_UNSEALED, ["no seal.json: the run never ended"]
+        )
     except (EvidenceError, RecordError, PlanError) as error:
         text = str(error).replace(f"{path}/", "")
         return _unjudgeable(path, ReasonCode.EVIDENCE_MALFORMED, text.splitlines())

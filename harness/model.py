@@ -1,8 +1,8 @@
 """Generates the small language model of CPU campaigns, byte for byte reproducible.
 
-No weights are downloaded: the files are a function of (architecture, seed). Weights are drawn so that the
-output depends on the whole context; a plain random initialisation repeats one token whatever the KV
-holds, and every output oracle would pass on it (docs/adr/0004-generated-model.md).
+No weights are downloaded: the files are a function of (architecture, seed). Weights are drawn so
+that the output depends on the whole context; a plain random initialisation repeats one token
+whatever the KV holds, and every output oracle would pass on it (docs/adr/0004-generated-model.md).
 Knows nothing of servers or campaigns.
 """
 
@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import struct
+import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ _DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
 @dataclass(frozen=True)
 class ModelArchitecture:
-    """A Qwen3 decoder. ``initializer_*`` are standard deviations; ``*_gain`` scale single tensors."""
+    """A Qwen3 decoder. ``initializer_*``: standard deviations; ``*_gain`` scale single tensors."""
 
     hidden_size: int = 512
     intermediate_size: int = 1536
@@ -45,8 +45,28 @@ class ModelArchitecture:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of key and value of one token over all layers (16-bit or 32-bit cache, no quantisation)."""
+        """Bytes of key and value of one token over all layers (cache in ``dtype``)."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_size * _DTYPE_BYTES[self.dtype]
+
+    def check(self) -> None:
+        """Raises ValueError for a decoder that cannot be: sizes, heads, vocabulary, dtype."""
+        kinds: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
+        for f in fields(self):
+            value: Any = getattr(self, f.name)
+            kind = str(f.type)
+            if type(value) not in kinds[kind]:
+                raise ValueError(f"{f.name}: found {value!r}; allowed: {kind}")
+            if f.name != "seed" and kind != "str" and not value > 0:
+                raise ValueError(f"{f.name}: found {value!r}; allowed: above 0")
+        if self.dtype not in _DTYPE_BYTES:
+            raise ValueError(f"dtype: found {self.dtype!r}; allowed: {', '.join(_DTYPE_BYTES)}")
+        if self.num_attention_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads: found {self.num_kv_heads}; allowed: a divisor of "
+                f"num_attention_heads = {self.num_attention_heads}"
+            )
+        if self.vocab_size < 257:
+            raise ValueError(f"vocab_size: found {self.vocab_size}; allowed: at least 257")
 
     @property
     def digest(self) -> str:
@@ -64,8 +84,8 @@ def ensure_model(architecture: ModelArchitecture, root: Path) -> Path:
     if (target / "model.safetensors").is_file():
         return target
     root.mkdir(parents=True, exist_ok=True)
-    partial = root / f".{target.name}.{os.getpid()}"
-    partial.mkdir(exist_ok=True)
+    partial = Path(tempfile.mkdtemp(dir=root, prefix=f".{target.name}."))
+    partial.chmod(0o755)
     try:
         _write_model(architecture, partial)
         try:
@@ -90,7 +110,7 @@ def _write_model(arch: ModelArchitecture, directory: Path) -> None:
 
 
 def _write_safetensors(arch: ModelArchitecture, path: Path) -> None:
-    """The safetensors format: header length (u64, little endian), JSON header, tensors back to back."""
+    """The safetensors format: header length (u64, little endian), JSON header, packed tensors."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     buffers: list[bytes] = []
     offset = 0
@@ -109,7 +129,8 @@ def _write_safetensors(arch: ModelArchitecture, path: Path) -> None:
 
 
 def _tensors(arch: ModelArchitecture) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    # RandomState, not Generator: numpy freezes its stream for ever (NEP 19), so the digest keeps its promise.
+    # RandomState, not Generator: numpy freezes its stream for ever (NEP 19), so the digest keeps
+    # its promise.
     rng = np.random.RandomState(arch.seed % 2**32)
     hidden, heads, head = arch.hidden_size, arch.num_attention_heads, arch.head_size
 
@@ -146,7 +167,7 @@ def _to_bytes(array: np.ndarray[Any, Any], dtype: str) -> bytes:
         return array.astype("<f4").tobytes()
     bits = array.astype("<f4").view("<u4")
     rounded = bits + 0x7FFF + ((bits >> 16) & 1)  # round to nearest even, as hardware does
-    return (rounded >> 16).astype("<u2").tobytes()
+    return bytes((rounded >> 16).astype("<u2").tobytes())
 
 
 def model_config(arch: ModelArchitecture) -> dict[str, Any]:

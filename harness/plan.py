@@ -1,7 +1,7 @@
 """Reads and checks campaign and criteria files, and lays out the trials. Starts nothing.
 
-All problems of a file are collected and raised at once as `PlanError`; each line names the file, the
-key, the value found and the values allowed.
+All problems of a file are collected and raised at once as `PlanError`; each line names the file,
+the key, the value found and the values allowed.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from harness.errors import PlanError
 from harness.model import ModelArchitecture
 from harness.records import TrialFacts
+from harness.verdicts import ReasonCode
 
 Gate = Literal["g1", "g3"]
 GATES: tuple[Gate, ...] = ("g1", "g3")
@@ -28,10 +29,12 @@ DEFAULT_CAMPAIGN = "cpu-demo"
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 Positive = Annotated[int, Field(gt=0)]
+# Names become directory names of the run.
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
 
 
 class Model(_Section):
@@ -44,14 +47,19 @@ class Model(_Section):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.kind == "path" and not self.path:
-            raise ValueError("kind = 'path' needs path")
+            raise ValueError("path: found none; kind = 'path' requires a directory")
         if self.kind == "generated":
             known = ModelArchitecture.__dataclass_fields__
             unknown = sorted(set(self.architecture) - set(known))
             if unknown:
                 raise ValueError(
-                    f"architecture has unknown keys {unknown}; allowed: {', '.join(sorted(known))}"
+                    f"architecture: found unknown keys {unknown}; allowed: "
+                    f"{', '.join(sorted(known))}"
                 )
+            try:
+                self.generated.check()
+            except ValueError as error:
+                raise ValueError(f"architecture: {error}") from error
         return self
 
     @property
@@ -70,7 +78,7 @@ class Server(_Section):
     device_kv_tokens: Positive | None = None
     cpu_cores: Positive | None = None
     port: Positive | None = None
-    ready_deadline_s: float = 300.0
+    ready_deadline_s: Annotated[float, Field(gt=0)] = 300.0
 
 
 class Arm(_Section):
@@ -95,15 +103,20 @@ class Arm(_Section):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.role == "tiered" and self.medium is None:
-            raise ValueError("role = 'tiered' needs medium = 'host' or 'disk'")
-        if self.role != "tiered" and (self.medium or self.kv_transfer):
-            raise ValueError(f"role = {self.role!r} takes no medium and no kv_transfer")
-        if self.kind == "url" and not self.url:
-            raise ValueError("kind = 'url' needs url")
-        if self.kind == "url" and (self.args or self.environment or self.kv_transfer):
             raise ValueError(
-                "kind = 'url' is run by somebody else: no args, environment, kv_transfer"
+                "medium: found none; role = 'tiered' requires medium = 'host' or 'disk'"
             )
+        for key in ("medium", "kv_transfer"):
+            if self.role != "tiered" and getattr(self, key):
+                raise ValueError(f"found {key}; role = {self.role!r} allows none: no tier there")
+        if self.kind == "url" and not self.url:
+            raise ValueError("url: found none; kind = 'url' requires the server's address")
+        for key in ("args", "environment", "kv_transfer"):
+            if self.kind == "url" and getattr(self, key):
+                raise ValueError(
+                    f"found {key}; allowed with kind = 'vllm' only: kind = 'url' is run by "
+                    "somebody else"
+                )
         return self
 
     @property
@@ -135,9 +148,12 @@ class ColdRecovery(_Section):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.levels != sorted(set(self.levels)):
-            raise ValueError(f"levels must ascend without repeats, found {self.levels}")
+            raise ValueError(f"levels: found {self.levels}; allowed: ascending, no level twice")
         if self.steady_cycles in (1, 2):
-            raise ValueError("steady_cycles: 0 (no steady window) or at least 3: two are discarded")
+            raise ValueError(
+                f"steady_cycles: found {self.steady_cycles}; allowed: 0 (no steady window) or at "
+                "least 3, because two are discarded"
+            )
         return self
 
 
@@ -151,13 +167,13 @@ class Campaign(_Section):
     """One campaign file."""
 
     format: Literal[1]
-    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+    name: Name
     profile: str
     gates: Annotated[list[Gate], Field(min_length=1)]
     seed: int
     model: Model
     server: Server
-    arms: Annotated[dict[str, Arm], Field(min_length=1)]
+    arms: Annotated[dict[Name, Arm], Field(min_length=1)]
     cold_recovery: ColdRecovery
     criteria: dict[str, CriterionOverride] = {}
 
@@ -173,7 +189,7 @@ class Campaign(_Section):
         return value
 
 
-# --- criteria ------------------------------------------------------------------------------------------
+# --- criteria ---------------------------------------------------------------
 
 
 class CriterionSpec(_Section):
@@ -194,6 +210,13 @@ class CriterionSpec(_Section):
     on_miss: Literal["STOP", "INCONCLUSIVE"] = "STOP"
     reason: str = "criterion.below_target"
     rationale: str
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        known = [code.value for code in ReasonCode]
+        if self.reason not in known:
+            raise ValueError(f"reason: found {self.reason!r}; allowed: {', '.join(known)}")
+        return self
 
 
 class ValidityBounds(_Section):
@@ -242,23 +265,31 @@ def load_campaign(source: str | Path) -> tuple[Campaign, str]:
     return campaign, text
 
 
-def load_criteria(profile: str, source: Path | None = None) -> tuple[Profile, str]:
+def load_criteria(
+    profile: str, source: Path | None = None, *, asked_by: str = "campaign"
+) -> tuple[Profile, str]:
     """The profile and the criteria file's text. Raises PlanError."""
-    text = (
-        source.read_text(encoding="utf-8")
-        if source
-        else (resources.files("gates") / "criteria.toml").read_text(encoding="utf-8")
-    )
-    return parse_criteria(text, profile), text
+    if source is None:
+        text = (resources.files("gates") / "criteria.toml").read_text(encoding="utf-8")
+        return parse_criteria(text, profile, asked_by=asked_by), text
+    try:
+        text = source.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError([f"{source}: cannot read the criteria file: {error}"]) from error
+    return parse_criteria(text, profile, str(source), asked_by=asked_by), text
 
 
-def parse_criteria(text: str, profile: str, label: str = "criteria.toml") -> Profile:
+def parse_criteria(
+    text: str, profile: str, label: str = "criteria.toml", *, asked_by: str = "campaign"
+) -> Profile:
     """The named profile of a criteria file. Raises PlanError."""
     content = _toml(text, label)
+    if content.get("format") != 1:
+        raise PlanError([f"{label}: format: found {content.get('format')!r}; allowed: 1"])
     profiles = content.get("profiles", {})
-    if profile not in profiles:
+    if not isinstance(profiles, dict) or profile not in profiles:
         known = ", ".join(sorted(profiles)) or "none"
-        raise PlanError([f"{label}: profiles: no profile {profile!r}; allowed: {known}"])
+        raise PlanError([f"{asked_by}: profile: found {profile!r}; allowed, by {label}: {known}"])
     return _parse(Profile, profiles[profile], f"{label}: profiles.{profile}")
 
 
@@ -288,7 +319,8 @@ def _read(source: str | Path, folder: str, what: str) -> tuple[str, str]:
         return packaged.read_text(encoding="utf-8"), f"{source}.toml"
     raise PlanError(
         [
-            f"{source}: no such {what} file; allowed: a path ending in .toml, or one of {', '.join(known)}"
+            f"{source}: no such {what} file; allowed: a path ending in .toml, or one of "
+            f"{', '.join(known)}"
         ]
     )
 
@@ -307,24 +339,53 @@ def _parse(kind: type[_Parsed], content: Any, label: str) -> _Parsed:
     try:
         return kind.model_validate(content)
     except ValidationError as error:
-        raise PlanError([_problem(label, item) for item in error.errors()]) from error
+        problems = [_problem(kind, label, item) for item in error.errors()]
+        raise PlanError(list(dict.fromkeys(problems))) from error
 
 
-def _problem(label: str, item: Any) -> str:
-    key = ".".join(str(part) for part in item["loc"]) or "(whole file)"
-    kind, context = item["type"], item.get("ctx", {})
-    found = "" if isinstance(item.get("input"), dict) else f"found {item.get('input')!r}; "
-    if kind == "extra_forbidden":
-        return f"{label}: {key}: unknown key"
-    if kind == "missing":
-        return f"{label}: {key}: required, but missing"
-    if kind == "literal_error":
-        return f"{label}: {key}: {found}allowed: {context.get('expected')}"
-    message = str(context["error"]) if kind == "value_error" else item["msg"]
-    return f"{label}: {key}: {found}{message[0].lower()}{message[1:]}"
+def _problem(kind: type[BaseModel], label: str, item: Any) -> str:
+    """One line: file, key, value found, values allowed."""
+    location = [part for part in item["loc"] if part != "[key]"]
+    key = ".".join(str(part) for part in location) or "(whole file)"
+    code, context, found = item["type"], item.get("ctx", {}), item.get("input")
+    if code == "extra_forbidden":
+        section = ", ".join(_keys_beside(kind, location))
+        return f"{label}: {key}: found {_shown(found)}, an unknown key; allowed: {section}"
+    if code == "missing":
+        return f"{label}: {key}: found nothing; required"
+    if code == "literal_error":
+        return f"{label}: {key}: found {_shown(found)}; allowed: {context.get('expected')}"
+    if code == "value_error":  # our own sentence, which names what it found
+        return f"{label}: {key}: {context['error']}"
+    message = f"{item['msg'][0].lower()}{item['msg'][1:]}"
+    return f"{label}: {key}: found {_shown(found)}; allowed: {message.removeprefix('input ')}"
 
 
-# --- sizes and trials -----------------------------------------------------------------------------------
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"a table of {len(value)} keys"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _keys_beside(kind: type[BaseModel], location: list[Any]) -> list[str]:
+    """The keys that a file may have in the section of an unknown one."""
+    section: Any = kind
+    for part in location[:-1]:
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            section = section.model_fields[part].annotation
+            while not isinstance(section, type) and get_origin(section) is Annotated:
+                section = get_args(section)[0]
+        else:  # a table of sections by name
+            section = get_args(section)[-1]
+    if not (isinstance(section, type) and issubclass(section, BaseModel)):
+        return []
+    # Arms and criteria are named by their table, never by a key in it.
+    hidden = {"name"} if section is Arm else {"id"} if section is CriterionSpec else set()
+    return sorted(set(section.model_fields) - hidden)
+
+
+# --- sizes and trials -------------------------------------------------------
 
 
 def kv_bytes_per_token(config: dict[str, Any], dtype_bytes: int | None = None) -> int:
@@ -339,7 +400,7 @@ def kv_bytes_per_token(config: dict[str, Any], dtype_bytes: int | None = None) -
         name = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
     except KeyError as error:
         raise PlanError(
-            [f"model config.json: {error} is missing; cannot compute the KV size"]
+            [f"model.path: config.json has no {error}; required to compute the KV size"]
         ) from error
     size = dtype_bytes or {"float32": 4, "bfloat16": 2, "float16": 2}.get(name, 2)
     return int(2 * layers * heads * head_size * size)
@@ -436,8 +497,8 @@ def make_plan(
     criteria: Path | None = None,
     label: str = "campaign",
 ) -> Plan:
-    """Checks the campaign against its profile and its own numbers. Raises PlanError with all problems."""
-    profile, criteria_text = load_criteria(campaign.profile, criteria)
+    """Checks a campaign against its profile and its numbers. Raises PlanError with all problems."""
+    profile, criteria_text = load_criteria(campaign.profile, criteria, asked_by=label)
     chosen = tuple(g for g in GATES if g in (gates or campaign.gates))
     plan = Plan(campaign, campaign_text, profile, criteria_text, model_config, chosen)
     problems = [f"{label}: {problem}" for problem in _impossible(plan)]
@@ -450,14 +511,27 @@ def _impossible(plan: Plan) -> Iterator[str]:
     campaign, profile, sizes = plan.campaign, plan.profile, plan.sizes
     work, server = campaign.cold_recovery, campaign.server
     if not plan.gates:
-        yield f"gates: nothing to run; allowed: {', '.join(campaign.gates)}"
+        yield f"gates: found nothing to run; allowed: {', '.join(GATES)}"
+    if "vocab_size" not in plan.model_config:
+        yield "model.path: config.json has no 'vocab_size'; required to make prompts"
+    longest = plan.model_config.get("max_position_embeddings")
+    if isinstance(longest, int) and work.prompt_tokens + work.output_tokens > longest:
+        yield (
+            f"cold_recovery.prompt_tokens: found {work.prompt_tokens} + {work.output_tokens} "
+            f"output; allowed: {longest} positions of the model"
+        )
+    if "tiered" not in {arm.role for arm in campaign.arms.values()}:
+        yield "arms: found no arm with role 'tiered'; at least one candidate is required"
     for name in sorted(set(campaign.criteria) - set(profile.criteria)):
         known = ", ".join(sorted(profile.criteria))
-        yield f"criteria.{name}: not a criterion of profile {campaign.profile}; allowed: {known}"
+        yield (
+            f"criteria.{name}: found no such criterion in profile {campaign.profile}; "
+            f"allowed: {known}"
+        )
     if work.repetitions < profile.minimum_repetitions:
         yield (
-            f"cold_recovery.repetitions: found {work.repetitions}; profile {campaign.profile} needs "
-            f"at least {profile.minimum_repetitions}"
+            f"cold_recovery.repetitions: found {work.repetitions}; profile {campaign.profile} "
+            f"needs at least {profile.minimum_repetitions}"
         )
     needed = work.levels[-1] * work.repetitions
     if work.sessions < needed:
@@ -473,32 +547,41 @@ def _impossible(plan: Plan) -> Iterator[str]:
     ratio = sizes.working_set_ratio
     if ratio is not None and ratio < profile.working_set_ratio_min:
         yield (
-            f"cold_recovery.sessions: {work.sessions} sessions x {sizes.session_kv_bytes} bytes are "
-            f"{ratio:.2f} x the device cache; at least {profile.working_set_ratio_min:g} x is needed"
+            f"cold_recovery.sessions: found {work.sessions} x {sizes.session_kv_bytes} bytes "
+            f"= {ratio:.2f} x the device cache; at least {profile.working_set_ratio_min:g} x is "
+            "needed"
         )
     if server.device_kv_tokens is not None:
         blocks = server.device_kv_tokens // sizes.block_tokens
         wave = work.levels[-1] * sizes.session_blocks + 1
         if wave > blocks:
             yield (
-                f"server.device_kv_tokens: {server.device_kv_tokens} tokens are {blocks} blocks; a wave "
-                f"of {work.levels[-1]} needs {wave}"
+                f"server.device_kv_tokens: found {server.device_kv_tokens} tokens = {blocks} "
+                f"blocks; a wave of {work.levels[-1]} needs at least {wave}"
             )
         fits = work.fits_sessions * sizes.session_blocks + 1
         if fits > blocks:
-            yield f"cold_recovery.fits_sessions: {work.fits_sessions} sessions need {fits} of {blocks} blocks"
+            yield (
+                f"cold_recovery.fits_sessions: found {work.fits_sessions}, which need {fits} "
+                f"blocks; allowed: {blocks} blocks of the device cache"
+            )
     for arm in campaign.arms.values():
         pool = arm.host_pool_bytes
         if arm.medium == "host" and pool is not None and pool < sizes.working_set_bytes:
             yield (
-                f"arms.{arm.name}: host_pool_bytes {pool} holds less than the working set of "
-                f"{sizes.working_set_bytes} bytes"
+                f"arms.{arm.name}: host_pool_bytes: found {pool}; allowed: at least the working "
+                f"set of {sizes.working_set_bytes} bytes"
             )
     names = set(campaign.arms)
     roles = {arm.role for arm in campaign.arms.values()}
+    missing: dict[str, list[str]] = {}
     for spec in profile.criteria.values():
         if spec.gate in plan.gates and spec.baseline and spec.baseline not in names | roles:
-            yield f"arms: criterion {spec.id} compares with {spec.baseline}, which is not an arm"
+            missing.setdefault(spec.baseline, []).append(spec.id)
+    for baseline, criteria in missing.items():
+        yield (
+            f"arms: found no arm with name or role {baseline!r}; required by {', '.join(criteria)}"
+        )
 
 
 def read_model_config(model_dir: Path) -> dict[str, Any]:

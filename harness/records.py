@@ -2,8 +2,8 @@
 
 Frozen dataclasses with units in their names. Each goes to JSON and back unchanged (`to_json`,
 `from_json`); reading is strict: an unknown or missing key or a wrong type raises `RecordError`.
-Times are nanoseconds of the monotonic clock of the machine that ran the load. ``None`` means absent,
-never zero. Knows no files.
+Times are nanoseconds of the monotonic clock of the machine that ran the load. ``None`` means
+absent, never zero. Knows no files.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import dataclasses
 import enum
 import hashlib
 import json
+import math
 import types
 import typing
 from dataclasses import dataclass, field
@@ -108,7 +109,29 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
         return float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise RecordError(f"{where}: expected {hint.__name__}, found {value!r}")
+    if hint is float and not math.isfinite(value):
+        raise RecordError(f"{where}: expected a finite number, found {value!r}")
     return value
+
+
+def parse_json(text: str) -> Any:
+    """A JSON value. Stricter than `json.loads`: no NaN, no Infinity, no key twice.
+
+    Raises ValueError.
+    """
+    return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_repeats)
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [key for key, _ in pairs]
+        raise ValueError(f"key {next(n for n in names if names.count(n) > 1)!r} appears twice")
+    return found
 
 
 def canonical_json(value: Any) -> str:
@@ -123,7 +146,7 @@ def digest(value: Any) -> str:
     return hashlib.sha256(canonical_json(value).encode("ascii")).hexdigest()
 
 
-# --- what a workload plans ---------------------------------------------------------------------------
+# --- what a workload plans --------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -143,8 +166,8 @@ class PromptRecipe(Record):
 class PlannedRequest(Record):
     """One request of a schedule. A user issues its requests one after the other, in `seq` order.
 
-    ``planned_offset_ns`` counts from the release of the barrier; None: as soon as the user's previous
-    request is done (closed loop).
+    ``planned_offset_ns`` counts from the release of the barrier; None: as soon as the user's
+    previous request is done (closed loop).
     """
 
     seq: int
@@ -176,11 +199,11 @@ class Schedule(Record):
         return len({request.user for request in self.requests})
 
 
-# --- what the load client saw --------------------------------------------------------------------------
+# --- what the load client saw -----------------------------------------------
 
 
 class Outcome(enum.Enum):
-    """ok: complete and right in form. failed: surely not. unknown: sent, but the end was not seen."""
+    """ok: complete and right in form. failed: surely not. unknown: sent, but its end not seen."""
 
     OK = "ok"
     FAILED = "failed"
@@ -207,8 +230,8 @@ class ErrorKind(enum.Enum):
 class RequestRecord(Record):
     """One request as it happened. Stamps are monotonic nanoseconds; None: never happened.
 
-    TTFT is ``first_token_ns - sent_ns``: the first token of any channel, never the role chunk, headers
-    or an empty delta (docs/protocol.md, section 5). Token counts come from ``usage``.
+    TTFT is ``first_token_ns - sent_ns``: the first token of any channel, never the role chunk,
+    headers or an empty delta (docs/protocol.md, section 5). Token counts come from ``usage``.
     ``token_ns[i]`` is when the chunk with ``token_counts[i]`` tokens arrived.
     """
 
@@ -247,15 +270,15 @@ class RequestRecord(Record):
         return (self.first_token_ns - self.sent_ns) / 1e9
 
 
-# --- what the collectors and the orchestration saw -----------------------------------------------------
+# --- what the collectors and the orchestration saw --------------------------
 
 
 @dataclass(frozen=True)
 class MetricSample(Record):
-    """One reading. ``value`` None: the source was asked and had no such series (``error`` says why).
+    """One reading. ``value`` None: the source was asked and had no such series (see ``error``).
 
-    ``mark`` names the moment in the trial (start, cold, wave_end, reask_end, ...); counters are read as
-    differences between marks.
+    ``mark`` names the moment in the trial (start, cold, wave_end, reask_end, ...); counters are
+    read as differences between marks.
     """
 
     t_ns: int
@@ -289,8 +312,9 @@ class ProcessFacts(Record):
 class ServerFacts(Record):
     """What was asked of a server and what it said it does.
 
-    ``effective`` holds only what was read back (log, API): kv_capacity_tokens, block_tokens, connector,
-    prefix_caching, compute_threads, vllm_version, ... A key that could not be read is absent.
+    ``effective`` holds only what was read back (log, API): kv_capacity_tokens, block_tokens,
+    connector, prefix_caching, compute_threads, vllm_version, ... A key that could not be read is
+    absent.
     """
 
     arm: str

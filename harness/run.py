@@ -1,5 +1,6 @@
-"""Runs a campaign: one server per arm, its trials in order, everything sealed. Judges nothing itself
-but the arrival gate, whose failure ends the run (stop-loss).
+"""Runs a campaign: one server per arm, its trials in order, everything sealed.
+
+Judges nothing itself but the arrival gate, whose failure ends the run (stop-loss).
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ class CampaignRun:
             "profile": campaign.profile,
             "gates": list(self.plan.gates),
             "seed": campaign.seed,
-            "sizes": asdict(self.plan.sizes) | {"working_set_ratio": self.plan.sizes.working_set_ratio},
+            "sizes": asdict(self.plan.sizes)
+            | {"working_set_ratio": self.plan.sizes.working_set_ratio},
             "model": {"config": self.plan.model_config},
             "trials": [facts.id for facts in trials],
         }
@@ -137,7 +139,9 @@ class CampaignRun:
             if leftovers:
                 self.observer.note(f"{arm.name}: removed after the stop: {leftovers}")
 
-    def _server(self, arm: Arm, scratch: Path, tier_dir: Path | None) -> ManagedServer | ExternalServer:
+    def _server(
+        self, arm: Arm, scratch: Path, tier_dir: Path | None
+    ) -> ManagedServer | ExternalServer:
         if arm.kind == "url":
             assert arm.url is not None
             return ExternalServer(arm.name, arm.url, arm.served_model or arms.SERVED_MODEL_NAME)
@@ -151,9 +155,7 @@ class CampaignRun:
             allowed_cores=arms.allowed_cores(),
             inherited=dict(os.environ),
         )
-        return ManagedServer(
-            spec, log_path=scratch / "server.log", progress=self.observer.progress
-        )
+        return ManagedServer(spec, log_path=scratch / "server.log", progress=self.observer.progress)
 
     def _tier_directory(self, arm: Arm, scratch: Path) -> Path | None:
         """A directory of this run alone; a customer's existing tier content is never touched."""
@@ -192,7 +194,7 @@ class CampaignRun:
         if facts.gate == "g1":
             self._stop_loss(writer)
         if self.stopped is None:
-            server.check_alive()  # a dead server ends the arm here, not in the middle of the next trial
+            server.check_alive()  # a dead server ends the arm here, not amid the next trial
 
     def _stop_loss(self, writer: TrialWriter) -> None:
         """Judges the sealed arrival trial from disk; a gate that is not met stops the test."""

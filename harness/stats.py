@@ -1,7 +1,7 @@
 """Deterministic arithmetic of every number that enters a verdict. Standard library only, pure.
 
-Sums use `math.fsum`; results that are saved go through `round9`, so that the last bits of a platform's
-libm never show. +infinity (a failed request) is kept, never dropped.
+Sums use `math.fsum`; results that are saved go through `round9`, so that the last bits of a
+platform's libm never show. +infinity (a failed request) is kept, never dropped.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# The sample maximum of n values is an upper bound of the q-quantile with 95 % confidence from these n
-# on: 1 - q**n >= 0.95 (docs/protocol.md, section 5).
+# The sample maximum of n values is an upper bound of the q-quantile with 95 % confidence from
+# these n on: 1 - q**n >= 0.95 (docs/protocol.md, section 5).
 MIN_UNITS = {0.5: 6, 0.9: 29, 0.95: 59, 0.99: 299}
 
 
@@ -23,12 +23,13 @@ def round9(value: float) -> float:
 
 
 def percentile(values: Sequence[float], q: float) -> float:
-    """Nearest rank: the ceil(q * n)-th smallest value. Raises ValueError on no values or q outside (0, 1]."""
+    """The ceil(q * n)-th smallest (nearest rank). Raises ValueError on no values or a bad q."""
     if not values:
         raise ValueError("percentile of no values")
     if not 0 < q <= 1:
         raise ValueError(f"q must be in (0, 1], found {q}")
-    # q * n in floating point may lie a hair above an integer (0.95 * 60); 12 digits are far below 1/n.
+    # q * n in floating point may lie a hair above an integer (0.95 * 60); 12 digits are far below
+    # 1/n.
     rank = math.ceil(round(q * len(values), 12))
     return sorted(values)[rank - 1]
 
@@ -67,7 +68,7 @@ class Effect:
 def paired_effect(
     candidate: Sequence[float], baseline: Sequence[float], confidence: float = 0.95
 ) -> Effect:
-    """Effect of docs/protocol.md section 5. Raises ValueError on unequal lengths or a baseline not above 0.
+    """Effect of docs/protocol.md section 5. Raises ValueError on unequal lengths, baseline <= 0.
 
     A candidate of +infinity (a failed wave) makes the ratio +infinity. A baseline of +infinity says
     nothing about the candidate: ValueError.
@@ -95,7 +96,8 @@ def paired_effect(
 def t_quantile(p: float, degrees: int) -> float:
     """Quantile of Student's t for 0.5 <= p < 1, by bisection on the distribution function.
 
-    The distribution function is the regularised incomplete beta function (Abramowitz and Stegun 26.7.1).
+    The distribution function is the regularised incomplete beta function (Abramowitz and Stegun
+    26.7.1).
     """
     if not 0.5 <= p < 1 or degrees < 1:
         raise ValueError(f"t_quantile({p}, {degrees})")

@@ -1,9 +1,9 @@
 """The run directory: the only owner of its paths, digests, atomic writes, sealing and opening.
 
 A run moves one way: planned -> sealed -> judged -> reported; each step only adds files. A trial is
-sealed by a manifest with the digest of each of its files, the run by `seal.json` with the digests of all
-manifests and of its plan. Judging opens sealed files only, so a crash in judging costs nothing.
-Layout and formats: docs/evidence.md.
+sealed by a manifest with the digest of each of its files, the run by `seal.json` with the digests
+of all manifests and of its plan. Judging opens sealed files only, so a crash in judging costs
+nothing. Layout and formats: docs/evidence.md.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from harness.records import (
     ServerFacts,
     TrialFacts,
     canonical_json,
+    parse_json,
 )
 from harness.verdicts import JUDGE_VERSION, SignOff
 
@@ -38,7 +39,7 @@ _AFTER_SEALING = ("verdicts", "report")
 _Kind = TypeVar("_Kind", bound=Record)
 
 
-# --- writing -------------------------------------------------------------------------------------------
+# --- writing ----------------------------------------------------------------
 
 
 class TrialWriter:
@@ -149,14 +150,18 @@ class RunWriter:
 def write_atomic(path: Path, text: str) -> None:
     """The file appears whole or not at all, also after a power loss."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with partial.open("w", encoding="utf-8", newline="") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)
+    try:
+        with partial.open("w", encoding="utf-8", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
-# --- reading -------------------------------------------------------------------------------------------
+# --- reading ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -225,12 +230,20 @@ def open_run(path: Path) -> RunEvidence:
         raise Unsealed(f"{path}: no seal.json: the run never ended; run it again")
     seal = _json(seal_path)
     if not isinstance(seal, dict) or seal.get("format") != EVIDENCE_FORMAT:
-        raise EvidenceError(f"{seal_path}: format is not {EVIDENCE_FORMAT}; judge with its own version")
+        raise EvidenceError(
+            f"{seal_path}: format is not {EVIDENCE_FORMAT}; judge with its own version"
+        )
+    if set(seal.get("plan", ())) != set(PLAN_FILES) or not {"trials", "ended", "stopped"} <= set(
+        seal
+    ):
+        raise EvidenceError(f"{seal_path}: not a seal: a key is missing")
     problems = list(_problems(path, seal))
     if problems:
         raise DigestMismatch(problems)
     trials = tuple(
-        TrialEvidence(path / "trials" / name, _parse(path / "trials" / name / "trial.json", TrialFacts))
+        TrialEvidence(
+            path / "trials" / name, _parse(path / "trials" / name / "trial.json", TrialFacts)
+        )
         for name in sorted(seal["trials"])
     )
     return RunEvidence(
@@ -285,11 +298,11 @@ def _file_problem(root: Path, path: Path, facts: dict[str, Any]) -> Iterator[str
 
 def read_records(path: Path, kind: type[_Kind]) -> Iterator[_Kind]:
     """Records of a JSON Lines file. Raises EvidenceError naming the line."""
-    with path.open(encoding="utf-8", newline="\n") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                yield kind.from_json(json.loads(line))
-            except (ValueError, RecordError) as error:
+                yield kind.from_json(parse_json(line.decode("utf-8")))
+            except ValueError as error:
                 raise EvidenceError(f"{path}:{number}: {error}") from error
 
 
@@ -302,19 +315,21 @@ def _parse(path: Path, kind: type[_Kind]) -> _Kind:
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise EvidenceError(f"{path}: {error}") from error
 
 
-# --- what comes after sealing ----------------------------------------------------------------------------
+# --- what comes after sealing -----------------------------------------------
 
 
 def write_verdict(path: Path, signoff: SignOff) -> Path:
     """Adds the verdict file of this judge version; the same evidence gives the same bytes."""
     target = path / "verdicts" / f"{JUDGE_VERSION}.json"
     target.parent.mkdir(exist_ok=True)
-    text = json.dumps(signoff.to_json(), sort_keys=True, indent=1, ensure_ascii=True, allow_nan=False)
+    text = json.dumps(
+        signoff.to_json(), sort_keys=True, indent=1, ensure_ascii=True, allow_nan=False
+    )
     write_atomic(target, text + "\n")
     return target
 

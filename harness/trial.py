@@ -1,7 +1,7 @@
-"""Runs one trial against a server that is up: sends the load, reads the counters, seals the evidence.
+"""Runs one trial against a server that is up: sends the load, reads the counters, seals it all.
 
-Each workload is one function; `WORKLOADS` is their registry. A trial decides nothing: it records what
-was done and seen, and the judge reads it back from disk.
+Each workload is one function; `WORKLOADS` is their registry. A trial decides nothing: it records
+what was done and seen, and the judge reads it back from disk.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TrialContext:
         """The workload's parameters."""
         return workload_parameters(self.plan)
 
-    # -- load ------------------------------------------------------------------------------------------
+    # -- load -----------------------------------------------------------------
 
     def send(self, schedule: Schedule) -> tuple[RequestRecord, ...]:
         """Saves the schedule, sends it, saves the client's own witnesses."""
@@ -69,7 +69,9 @@ class TrialContext:
         )
         t_ns = self.clock()
         self.writer.add_samples(
-            MetricSample(t_ns, schedule.phase, "client", name, None if value is None else float(value))
+            MetricSample(
+                t_ns, schedule.phase, "client", name, None if value is None else float(value)
+            )
             for name, value in result.witness.to_json().items()
         )
         failed = [r for r in result.records if r.outcome.value != "ok"]
@@ -82,7 +84,7 @@ class TrialContext:
         )
         return result.records
 
-    # -- counters ----------------------------------------------------------------------------------------
+    # -- counters -------------------------------------------------------------
 
     def event(self, kind: str, **detail: Any) -> None:
         """Records what was done."""
@@ -91,9 +93,15 @@ class TrialContext:
     def poke(self) -> None:
         """One request of one token, shorter than a block: makes the engine publish its statistics.
 
-        vLLM hands connector statistics over with an engine step, so after the last one they are stale.
+        vLLM hands connector statistics over with an engine step, so after the last one they are
+        stale.
         """
-        body = {"model": self.server.model, "prompt": _POKE_PROMPT, "max_tokens": 1, "temperature": 0}
+        body = {
+            "model": self.server.model,
+            "prompt": _POKE_PROMPT,
+            "max_tokens": 1,
+            "temperature": 0,
+        }
         try:
             response = httpx.post(
                 f"{self.server.base_url}/v1/completions", json=body, timeout=60.0, trust_env=False
@@ -113,7 +121,7 @@ class TrialContext:
         return samples
 
     def wait_durable(self) -> None:
-        """Waits until the connector's store backlog reads zero twice in a row; records how it went."""
+        """Waits until the connector's store backlog reads zero twice running; records how."""
         started = self.clock()
         zeros = 0
         while zeros < 2:
@@ -128,12 +136,14 @@ class TrialContext:
             zeros = zeros + 1 if backlog.value == 0 else 0
             self.progress(f"waiting for stores, {backlog.value:.0f} blocks left")
             if waited_s > DURABLE_DEADLINE_S:
-                self.event("durable", ok=False, error=f"backlog {backlog.value:g} after {waited_s:.0f} s")
+                self.event(
+                    "durable", ok=False, error=f"backlog {backlog.value:g} after {waited_s:.0f} s"
+                )
                 return
         self.event("durable", ok=True, waited_s=(self.clock() - started) / 1e9)
 
     def make_cold(self, *, host_pool: bool) -> None:
-        """Empties the device cache, and the host pool when asked; reads the answer, not only its status."""
+        """Empties the device cache, and the host pool when asked; reads the answer's content."""
         if not self.server.owned:
             self.event("cold", ok=False, error="a server of somebody else is never reset")
             return
@@ -149,7 +159,9 @@ class TrialContext:
                     timeout=30.0,
                     trust_env=False,
                 )
-                answer: Any = response.json() if response.status_code == 200 else response.text[:300]
+                answer: Any = (
+                    response.json() if response.status_code == 200 else response.text[:300]
+                )
             except (httpx.HTTPError, ValueError) as error:
                 answer = f"{type(error).__name__}: {error}"[:300]
                 self.server.check_alive()
@@ -185,9 +197,10 @@ def workload_parameters(plan: Plan) -> cold_recovery.Parameters:
 
 
 def run_trial(context: TrialContext) -> None:
-    """Runs and seals one trial. What goes wrong in the server under test becomes an event, not an error.
+    """Runs and seals one trial. What goes wrong in the server under test becomes an event.
 
-    Raises only what the harness itself did wrong, and KeyboardInterrupt; the trial is sealed all the same.
+    Raises only what the harness itself did wrong, and KeyboardInterrupt; the trial is sealed all
+    the same.
     """
     facts = context.writer.facts
     log_start = context.server.log_size()
@@ -221,7 +234,7 @@ def _figures(context: TrialContext) -> dict[str, Any]:
     }
 
 
-# --- workloads -------------------------------------------------------------------------------------------
+# --- workloads --------------------------------------------------------------
 
 
 def arrival(context: TrialContext) -> None:
@@ -238,7 +251,7 @@ def arrival(context: TrialContext) -> None:
 
 
 def populate(context: TrialContext) -> None:
-    """Warms up, then asks every session once at concurrency 1; the HBM arm also makes the reference."""
+    """Warms up, then asks every session once, one by one; the HBM arm also makes the reference."""
     parameters = context.parameters
     context.send(cold_recovery.warm_up(parameters))
     sessions = list(range(parameters.sessions))
@@ -247,15 +260,16 @@ def populate(context: TrialContext) -> None:
         if context.arm.role == "tiered":
             context.wait_durable()
         return
-    # The exact reference of the oracles: each session asked again at once, answered from the device
-    # cache, on a server without a connector. Asked twice: a reference that differs from itself is none.
+    # The exact reference of the oracles: each session asked again at once, answered from the
+    # device cache, on a server without a connector. Asked twice: a reference that differs from
+    # itself is none.
     order = [*sessions, cold_recovery.CONTROL_SESSION]
     thrice = [session for session in order for _ in range(3)]
     context.send(cold_recovery.sequence(parameters, "populate", thrice))
 
 
 def cold_wave(context: TrialContext) -> None:
-    """One measured wave from cold; in tiered arms each session is then asked again at concurrency 1."""
+    """One measured wave from cold; tiered arms then ask each session again at concurrency 1."""
     facts, parameters = context.writer.facts, context.parameters
     sessions = cold_recovery.wave_sessions(parameters, facts.concurrency, facts.repetition)
     context.make_cold_for_arm()
@@ -312,7 +326,7 @@ def _negative_controls(context: TrialContext) -> None:
 
 
 def _ask_control(context: TrialContext, phase: str) -> None:
-    """Restores the control session from disk (oracle a), then asks it again on the device (oracle c)."""
+    """Restores the control session from disk (oracle a), then asks it on the device (oracle c)."""
     context.make_cold(host_pool=True)
     twice: Sequence[int] = [cold_recovery.CONTROL_SESSION] * 2
     context.send(cold_recovery.sequence(context.parameters, phase, twice))

@@ -1,4 +1,4 @@
-"""Measurements, criteria and verdicts: what analysis hands to the judge and the judge to the report.
+"""Measurements, criteria and verdicts: from analysis to the judge, from the judge to the report.
 
 Values only. `SignOff` is the content of a verdict file; it holds no path, host or time, so the same
 evidence gives the same bytes anywhere.
@@ -99,7 +99,7 @@ class ReasonText:
 REASON_TEXTS: dict[ReasonCode, ReasonText] = {
     ReasonCode.BELOW_TARGET: ReasonText(
         "The measured value misses the target by more than the rule allows.",
-        "The deployment does not deliver the agreed effect; compare hit tokens, bytes and bandwidth of the arm.",
+        "The agreed effect is not delivered; compare the arm's hit tokens, bytes and bandwidth.",
     ),
     ReasonCode.UNDECIDED: ReasonText(
         "The value is too close to the target for this plan to decide.",
@@ -114,7 +114,7 @@ REASON_TEXTS: dict[ReasonCode, ReasonText] = {
         "Run the missing arm or workload; a criterion without a measurement never passes.",
     ),
     ReasonCode.OUTPUT_DIFFERS: ReasonText(
-        "Output restored from the tier differs from the exact reference: the tier returned wrong KV.",
+        "Output restored from the tier differs from the exact reference: wrong KV came back.",
         "Stop using the tier. Look at the named sessions and at the connector's counters.",
     ),
     ReasonCode.REFERENCE_UNSTABLE: ReasonText(
@@ -131,7 +131,7 @@ REASON_TEXTS: dict[ReasonCode, ReasonText] = {
     ),
     ReasonCode.NOISE_EXCEEDED: ReasonText(
         "Output under load differs from recompute by more than recompute differs from itself.",
-        "Look at the exact oracles first; if those hold, measure the noise floor with more sessions.",
+        "Look at the exact oracles first; if they hold, measure the noise with more sessions.",
     ),
     ReasonCode.REQUESTS_FAILED: ReasonText(
         "Requests failed, were cut short or timed out.",
@@ -274,7 +274,8 @@ class Measurement(Record):
     """A number computed from evidence, or the reason why there is none.
 
     ``n`` counts independent units (waves for wave statistics). ``low``/``high``: interval at
-    ``confidence``. +infinity is stored as the string "inf". ``repetitions``: one value per repetition.
+    ``confidence``. +infinity is stored as the string "inf". ``repetitions``: one value per
+    repetition.
     """
 
     name: str
@@ -297,7 +298,7 @@ def finite_or_inf(value: float) -> float | str:
 
 @dataclass(frozen=True)
 class Bound(Record):
-    """What a criterion asks. ``comparison`` is ">=", "<=" or "=="; ``floor``: lower limit for PASS."""
+    """What a criterion asks. ``comparison``: ">=", "<=" or "=="; ``floor``: limit for PASS."""
 
     comparison: str
     target: float
@@ -389,7 +390,7 @@ class ArmSummary(Record):
 
 @dataclass(frozen=True)
 class SignOff(Record):
-    """Content of ``verdicts/<judge-version>.json``; a pure function of evidence, criteria and judge."""
+    """Content of ``verdicts/<judge-version>.json``; made of evidence, criteria and judge alone."""
 
     judge_version: str
     campaign: str

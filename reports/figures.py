@@ -30,7 +30,7 @@ from reports.formats import significant
 from reports.safe import clean
 from reports.svg import inline_svg
 
-# Okabe-Ito: told apart with any common colour blindness. The usual arms keep theirs in every report.
+# Okabe-Ito: told apart with any common colour blindness. Usual arms keep theirs in every report.
 ARM_COLOURS = {
     "recompute": "#555555",
     "hbm_only": "#E69F00",

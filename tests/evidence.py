@@ -1,7 +1,7 @@
 """Builds sealed runs by hand: a clean one that passes, and copies with one thing wrong.
 
-The numbers are made up but consistent: tokens, bytes and counters fit each other as on a real server.
-A test changes one of them through `Doctor` and names the verdict that must follow.
+The numbers are made up but consistent: tokens, bytes and counters fit each other as on a real
+server. A test changes one of them through `Doctor` and names the verdict that must follow.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from harness.store import RunWriter, TrialWriter
 from harness.trial import workload_parameters
 from workloads import cold_recovery
 
-# Seconds of TTFT of one wave by arm; waves of C requests wait for each other where prefills are serial.
+# Seconds of TTFT of one wave by arm; waves of C requests wait for each other where prefills are
+# serial.
 TTFT_S = {"recompute": 2.0, "hbm_only": 1.9, "tiered_dram": 0.05, "tiered_disk": 0.08}
 DECODE_S = 0.4
 STARTED = datetime(2026, 11, 30, 12, 0, 0, tzinfo=UTC)
@@ -44,7 +45,7 @@ def _same_record(_facts: TrialFacts, record: RequestRecord) -> RequestRecord:
 
 @dataclass
 class Doctor:
-    """What to falsify while a run is built. Every hook sees the honest value and returns another."""
+    """What to falsify while a run is built. A hook sees the honest value and returns another."""
 
     record: RecordHook = _same_record
     counter: Callable[[TrialFacts, str, str, float], float | None] = lambda _f, _m, _n, value: value
@@ -134,7 +135,7 @@ class _Trial:
         )
         writer.seal()
 
-    # -- workloads, as harness.trial runs them ---------------------------------------------------------
+    # -- workloads, as harness.trial runs them --------------------------------
 
     def _arrival(self) -> None:
         session = [cold_recovery.ARRIVAL_SESSION]
@@ -197,7 +198,7 @@ class _Trial:
         self.counters["device_hit_tokens"] += tokens * len(sessions)
         self._mark("fits_end")
 
-    # -- pieces ----------------------------------------------------------------------------------------
+    # -- pieces ---------------------------------------------------------------
 
     def _cold_and_mark(self) -> None:
         if self.arm.role == "tiered":
@@ -289,9 +290,7 @@ class _Trial:
                 seen = self.doctor.counter(self.facts, mark, key, value)
             labels = {"tier": part} if part else {}
             error = "absent from /metrics" if seen is None else None
-            samples.append(
-                MetricSample(self.now, mark, "prometheus", name, seen, labels, error)
-            )
+            samples.append(MetricSample(self.now, mark, "prometheus", name, seen, labels, error))
         for name, value in (("disk_read_bytes", self.disk_read_bytes), ("start_time_s", 5.0)):
             seen = self.doctor.process(self.facts, f"{mark}/{name}", value)
             samples.append(MetricSample(self.now, mark, "process", name, seen, {"pid": "4242"}))

@@ -1,8 +1,8 @@
 """Cold recovery: long sessions are populated once, made cold, and recovered in waves. Pure.
 
 All arms read in the same order. The order is cyclic over the sessions and goes on across levels,
-repetitions and the steady window: with a working set above the device cache that is the worst case for
-an LRU cache, and every report says so. Within one level no session is read twice.
+repetitions and the steady window: with a working set above the device cache that is the worst case
+for an LRU cache, and every report says so. Within one level no session is read twice.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DONOR_SESSION = 4_000_001
 # Planted faults that the exact oracles must see, in the order they are asked.
 CONTROLS = ("zeroed_block", "other_session", "swapped_blocks", "zeroed_layer", "flipped_exponent")
 
-STEADY_STAGGER_NS = 500_000_000
+STEADY_STAGGER_NS = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def warm_up(parameters: Parameters) -> Schedule:
 
 
 def steady(parameters: Parameters) -> Schedule:
-    """Closed-loop users at the largest level with staggered starts; ``turn`` is the user's cycle."""
+    """Closed-loop users at the largest level, starts staggered; ``turn`` is the user's cycle."""
     level = parameters.levels[-1]
     first = _waves_length(parameters)
     requests = []

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 
+import numpy as np
+
 from harness.records import PromptRecipe
 
 
 def token_ids(recipe: PromptRecipe) -> list[int]:
     """``recipe.tokens`` ids, uniform in [0, vocab_size).
 
-    SHAKE-256 of (seed, session) as a stream of 32-bit numbers, modulo the vocabulary: no dependence on
-    the random module of any version. Two sessions share no block but by a chance of about 2**-1000.
+    SHAKE-256 of (seed, session) as a stream of 32-bit numbers, modulo the vocabulary: no
+    dependence on the random module of any version. Two sessions share no block but by a chance of
+    about 2**-1000.
     """
     stream = hashlib.shake_256(f"kvgate/{recipe.seed}/{recipe.session}".encode())
-    raw = stream.digest(4 * recipe.tokens)
-    size = recipe.vocab_size
-    return [int.from_bytes(raw[i : i + 4], "little") % size for i in range(0, len(raw), 4)]
+    words = np.frombuffer(stream.digest(4 * recipe.tokens), dtype="<u4")
+    ids: list[int] = (words % recipe.vocab_size).tolist()
+    return ids

@@ -1,7 +1,7 @@
 """Evidence to numbers. Pure: no path, clock, environment or network; judges nothing.
 
-`numbers` reads one trial, `oracles` compares outputs, `measures` computes what criteria ask for, `cells`
-what charts show. `measure_run` is the entry.
+`numbers` reads one trial, `oracles` compares outputs, `measures` computes what criteria ask for,
+`cells` what charts show. `measure_run` is the entry.
 """
 
 from __future__ import annotations

@@ -17,9 +17,7 @@ def cells(run: RunNumbers, *, steady_cycles: int) -> tuple[Cell, ...]:
     for n in run.trials:
         if n.facts.workload in ("cold_recovery", "steady"):
             found[(n.facts.arm, n.facts.workload, n.facts.concurrency)] = None
-    return tuple(
-        _cell(run, arm, workload, level, steady_cycles) for arm, workload, level in found
-    )
+    return tuple(_cell(run, arm, workload, level, steady_cycles) for arm, workload, level in found)
 
 
 def _cell(run: RunNumbers, arm: str, workload: str, level: int, steady_cycles: int) -> Cell:
@@ -43,7 +41,7 @@ def _cell(run: RunNumbers, arm: str, workload: str, level: int, steady_cycles: i
         throughput_tokens_per_s=tuple(rate for rate in rates if rate is not None),
         prompt_tokens=prompt_tokens,
         tokens_by_source=_by_source(waves, prompt_tokens),
-        tier_read_bytes=_sum([n.counters.total("tier_read_bytes") for n in waves]),
+        tier_read_bytes=_of_tier(waves, [n.counters.total("tier_read_bytes") for n in waves]),
         disk_read_bytes=_sum([n.disk_read_bytes for n in waves]),
         requests_ok=sum(1 for n in trials for r in n.requests if r not in n.failed),
         requests=len(requests),
@@ -53,10 +51,9 @@ def _cell(run: RunNumbers, arm: str, workload: str, level: int, steady_cycles: i
 
 def _by_source(trials: Sequence[TrialNumbers], prompt_tokens: int) -> dict[str, int | None]:
     """Prompt tokens by where their KV came from; None: no counter tells."""
-    connector = any((n.server.effective if n.server else {}).get("connector") == "kvgate" for n in trials)
     device = _sum([n.counters.get("device_hit_tokens") for n in trials])
-    host = _sum([n.counters.get("tier_hit_tokens/host") for n in trials]) if connector else 0
-    disk = _sum([n.counters.get("tier_hit_tokens/disk") for n in trials]) if connector else 0
+    host = _of_tier(trials, [n.counters.get("tier_hit_tokens/host") for n in trials])
+    disk = _of_tier(trials, [n.counters.get("tier_hit_tokens/disk") for n in trials])
     known = (device, host, disk)
     recomputed = (
         None
@@ -64,6 +61,12 @@ def _by_source(trials: Sequence[TrialNumbers], prompt_tokens: int) -> dict[str, 
         else prompt_tokens - sum(value for value in known if value is not None)
     )
     return {"device": device, "host": host, "disk": disk, "recomputed": recomputed}
+
+
+def _of_tier(trials: Sequence[TrialNumbers], values: Sequence[float | None]) -> int | None:
+    """A tier counter's sum; 0, not unknown, where the server's own log names no connector."""
+    names = {(n.server.effective if n.server else {}).get("connector") for n in trials}
+    return 0 if names == {"none"} else _sum(values)
 
 
 def _sum(values: Sequence[float | None]) -> int | None:

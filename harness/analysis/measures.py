@@ -5,7 +5,6 @@ A measure that cannot be computed has value None and says why in ``detail["absen
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,8 @@ from harness.records import Outcome
 from harness.verdicts import Measurement, Unit, finite_or_inf
 
 # Noise of recompute against itself is measured on a handful of sessions; its maximum over so few
-# underestimates the true one. The bounded oracle allows this multiple of it, and never less than this.
+# underestimates the true one. The bounded oracle allows this multiple of it, and never less than
+# this.
 NOISE_MULTIPLE = 4.0
 NOISE_FLOOR_NATS = 1e-3
 
@@ -64,7 +64,7 @@ def _number(value: float) -> float | str:
     return finite_or_inf(stats.round9(value))
 
 
-# --- performance -----------------------------------------------------------------------------------------
+# --- performance ------------------------------------------------------------
 
 
 def _paired(
@@ -89,7 +89,7 @@ def _paired(
 
 
 def ttft_reduction(run: RunNumbers, request: Request) -> Measurement:
-    """1 - TTFT ratio over repetitions; the wave statistic is p50, or the mean below six requests."""
+    """1 - TTFT ratio over repetitions; a wave counts with its p50, or its mean below six."""
     return _effect(
         run,
         request,
@@ -152,7 +152,7 @@ def _effect(
     )
 
 
-# --- arrival ---------------------------------------------------------------------------------------------
+# --- arrival ----------------------------------------------------------------
 
 
 def arrival_answers(run: RunNumbers, request: Request) -> Measurement:
@@ -215,7 +215,7 @@ def arrival_kv_size_ratio(run: RunNumbers, request: Request) -> Measurement:
     )
 
 
-# --- oracles ---------------------------------------------------------------------------------------------
+# --- oracles ----------------------------------------------------------------
 
 
 def _references(run: RunNumbers, request: Request) -> oracles.References:
@@ -269,7 +269,7 @@ def oracle_after_load_mismatches(run: RunNumbers, request: Request) -> Measureme
 
 
 def came_from_medium(n: TrialNumbers, share: float = 0.95) -> bool:
-    """At least this share of the planned tokens came from the arm's medium, without load failures."""
+    """At least this share of planned tokens came from the arm's medium, with no load failure."""
     if not n.requests or n.medium is None:
         return False
     tokens = n.counters.get(f"tier_hit_tokens/{n.medium}")
@@ -283,10 +283,10 @@ def _still_on_device(n: TrialNumbers, share: float = 0.95) -> bool:
 
 
 def oracle_first_token_excess(run: RunNumbers, request: Request) -> Measurement:
-    """Oracle (b): first-token change under load against recompute, over what recompute shows itself.
+    """Oracle (b): first-token change under load against recompute, over recompute's own change.
 
-    1 and below: no more disagreeing first tokens (as a share) than recompute against itself plus one
-    request, and |delta log probability| within NOISE_MULTIPLE x recompute's own maximum.
+    1 and below: no more disagreeing first tokens (as a share) than recompute against itself plus
+    one request, and |delta log probability| within NOISE_MULTIPLE x recompute's own maximum.
     """
     assert request.baseline is not None
     alone = {
@@ -344,7 +344,8 @@ def negative_controls_missed(run: RunNumbers, request: Request) -> Measurement:
             "missed": missed,
             "seen": [r.name for r in results if r.name not in missed],
             "delta_nats": {
-                r.name: None if r.delta_nats is None else stats.round9(r.delta_nats) for r in results
+                r.name: None if r.delta_nats is None else stats.round9(r.delta_nats)
+                for r in results
             },
         },
     )
@@ -370,7 +371,7 @@ def fits_device_hit_share(run: RunNumbers, request: Request) -> Measurement:
     )
 
 
-# --- the steady window, described only -------------------------------------------------------------------
+# --- the steady window, described only --------------------------------------
 
 
 def steady_throughput(trial: TrialNumbers, cycles: int) -> float | None:

@@ -1,4 +1,4 @@
-"""The numbers of one trial: requests of the measured phase, counter differences, witnesses. Pure."""
+"""The numbers of one trial: measured requests, counter differences, witnesses. Pure."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class TrialNumbers:
 
     @property
     def wave_throughput(self) -> float:
-        """Output tokens of ok requests over the time from the first send to the last end; tokens/s."""
+        """Output tokens of ok requests over the time from first send to last end; tokens/s."""
         sent = [r.sent_ns for r in self.requests if r.sent_ns is not None]
         done = [r.done_ns for r in self.requests if r.done_ns is not None]
         tokens = sum(r.completion_tokens or 0 for r in self.requests if r.outcome is Outcome.OK)

@@ -1,7 +1,7 @@
 """Compares outputs: exact oracles (a) and (c), bounded oracle (b), negative controls. Pure.
 
-Reference of the exact oracles: a device prefix hit at concurrency 1 on the arm without a connector, same
-session, same number of cached tokens (docs/protocol.md, section 4).
+Reference of the exact oracles: a device prefix hit at concurrency 1 on the arm without a
+connector, same session, same number of cached tokens (docs/protocol.md, section 4).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Comparison:
 
 
 def references(numbers: Iterable[TrialNumbers], arm: str) -> References:
-    """References from an arm's populate trial: per session a prefill, a hit and the hit's repeat."""
+    """References from an arm's populate trial: per session a prefill, a hit and its repeat."""
     by_session: dict[int, RequestRecord] = {}
     unstable = []
     for trial in select(numbers, arm=arm, workload="populate"):

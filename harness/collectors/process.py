@@ -1,4 +1,4 @@
-"""What the operating system says of the server's processes: bytes read from disk, memory, start time."""
+"""What the operating system says of the server's processes: disk reads, memory, start time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ QUANTITIES = ("disk_read_bytes", "rss_bytes", "start_time_s")
 
 
 def read_processes(pids: Iterable[int], *, mark: str) -> list[MetricSample]:
-    """Three samples per process. ``disk_read_bytes`` is read_bytes of /proc/PID/io: block device reads.
+    """Three samples per process. ``disk_read_bytes``: block device reads, of /proc/PID/io.
 
     Reads served by the page cache do not count there, which is what makes it a witness.
     """
@@ -33,7 +33,8 @@ def read_processes(pids: Iterable[int], *, mark: str) -> list[MetricSample]:
             labels = {"pid": str(pid)}
             failed = type(error).__name__
             samples += [
-                MetricSample(t_ns, mark, "process", name, None, labels, failed) for name in QUANTITIES
+                MetricSample(t_ns, mark, "process", name, None, labels, failed)
+                for name in QUANTITIES
             ]
             continue
         samples += [

@@ -17,7 +17,7 @@ from harness.records import MetricSample
 
 @dataclass(frozen=True)
 class Metric:
-    """One quantity: its possible series names, newest first, and the label that tells its parts apart."""
+    """One quantity: its series names, newest first, and the label that tells its parts apart."""
 
     name: str
     series: tuple[str, ...]
@@ -50,7 +50,7 @@ METRICS: tuple[Metric, ...] = (
 
 
 def parse_families(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    """(series name, labels, value) of a text exposition page. Raises ValueError on malformed text."""
+    """(series name, labels, value) of an exposition page. Raises ValueError on malformed text."""
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             yield sample.name, sample.labels, sample.value
@@ -66,7 +66,9 @@ def samples_from_page(text: str, *, mark: str, t_ns: int) -> list[MetricSample]:
         found = next((name for name in metric.series if name in series), None)
         if found is None:
             samples.append(
-                MetricSample(t_ns, mark, "prometheus", metric.name, None, error="absent from /metrics")
+                MetricSample(
+                    t_ns, mark, "prometheus", metric.name, None, error="absent from /metrics"
+                )
             )
             continue
         parts: dict[str, float] = {}
@@ -88,4 +90,6 @@ def scrape(base_url: str, *, mark: str) -> tuple[list[MetricSample], str]:
         return samples_from_page(response.text, mark=mark, t_ns=t_ns), response.text
     except (httpx.HTTPError, ValueError) as error:
         failed = f"scrape failed: {type(error).__name__}: {error}"[:300]
-        return [MetricSample(t_ns, mark, "prometheus", m.name, None, error=failed) for m in METRICS], ""
+        return [
+            MetricSample(t_ns, mark, "prometheus", m.name, None, error=failed) for m in METRICS
+        ], ""

@@ -1,6 +1,7 @@
 """Numbers to verdicts. Pure: the same evidence, criteria and judge version give the same sign-off.
 
-`judge_run` is the entry; `validity` says which trials count, `decide` turns a number into a verdict.
+`judge_run` is the entry; `validity` says which trials count, `decide` turns a number into a
+verdict.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from harness.judge.decide import decide
 from harness.judge.validity import (
     arm_checks,
     differing_keys,
+    effective_value,
     invalid_trials,
     pair_name,
     trial_checks,
@@ -62,11 +64,14 @@ def judge_run(
         gates=gates,
         checks=tuple(checks),
         cells=cells(run, steady_cycles=plan.campaign.cold_recovery.steady_cycles),
-        arms=tuple(_arm_summary(arm, servers.get(name)) for name, arm in plan.campaign.arms.items()),
+        arms=tuple(
+            _arm_summary(arm, servers.get(name)) for name, arm in plan.campaign.arms.items()
+        ),
         differences=tuple(_differences(plan, servers, pairs)),
         plan=dict(plan_record),
         overrides=tuple(
-            f"{name}: target {plan.profile.criteria[name].target:g} overridden by {override.target:g}"
+            f"{name}: target {plan.profile.criteria[name].target:g} overridden by "
+            f"{override.target:g}"
             for name, override in sorted(plan.campaign.criteria.items())
         ),
         not_tested=tuple(_not_tested(plan)),
@@ -79,14 +84,13 @@ def judge_arrival(plan: Plan, trials: Sequence[TrialNumbers]) -> list[CriterionR
     """Criteria of g1 for the arms seen so far; the stop-loss of a running campaign."""
     seen = {n.facts.arm for n in trials}
     run = RunNumbers(tuple(trials), frozenset(n.id for n in trials))
-    results = [
+    return [
         _result(plan, spec, run, arm, None, ())
         for spec in plan.profile.criteria.values()
         if spec.gate == "g1"
         for arm in _candidates(plan, spec)
         if arm in seen
     ]
-    return results
 
 
 def criterion_ids(plan: Plan, gate: str) -> list[str]:
@@ -108,7 +112,12 @@ def _scopes(plan: Plan, spec: CriterionSpec, arm: str) -> list[str]:
 
 
 def unjudgeable(
-    *, campaign: str, profile: str, code: ReasonCode, problems: Sequence[str], criteria_digest: str = ""
+    *,
+    campaign: str,
+    profile: str,
+    code: ReasonCode,
+    problems: Sequence[str],
+    criteria_digest: str = "",
 ) -> SignOff:
     """The sign-off of evidence that cannot be judged: INCONCLUSIVE, naming every problem."""
     reasons = tuple(Reason(code, problem) for problem in problems)
@@ -157,7 +166,9 @@ def _baseline(plan: Plan, spec: CriterionSpec) -> str | None:
     """The baseline arm of a criterion, named or by role."""
     if spec.baseline is None or spec.baseline in plan.campaign.arms:
         return spec.baseline
-    return next((n for n, a in plan.campaign.arms.items() if a.role == spec.baseline), spec.baseline)
+    return next(
+        (n for n, a in plan.campaign.arms.items() if a.role == spec.baseline), spec.baseline
+    )
 
 
 def _pairs(plan: Plan) -> Iterable[tuple[str, str]]:
@@ -179,7 +190,9 @@ def _gate(
     for spec in plan.profile.criteria.values():
         if spec.gate != gate:
             continue
-        levels: list[int | None] = list(plan.campaign.cold_recovery.levels) if spec.per_level else [None]
+        levels: list[int | None] = (
+            list(plan.campaign.cold_recovery.levels) if spec.per_level else [None]
+        )
         for arm in _candidates(plan, spec):
             results += [_result(plan, spec, run, arm, level, checks) for level in levels]
     reasons = []
@@ -267,13 +280,14 @@ def _blocking(
         if not check.passed and (check.subject == pair or check.subject in cell):
             for reason in check.reasons:
                 found.setdefault(
-                    reason.code, Reason(reason.code, f"{check.subject}: {reason.text}", reason.evidence)
+                    reason.code,
+                    Reason(reason.code, f"{check.subject}: {reason.text}", reason.evidence),
                 )
     return found.values()
 
 
 def _overall(gates: Sequence[GateVerdict]) -> Verdict:
-    """Worst of the gates that were run; a gate not run because of stop-loss adds nothing of its own."""
+    """Worst of the gates that were run; one not run because of stop-loss adds nothing."""
     ran = [gate.verdict for gate in gates if gate.verdict is not Verdict.NOT_RUN]
     return merge(ran or [Verdict.NOT_RUN])
 
@@ -291,8 +305,8 @@ def _differences(
                 "key": key,
                 "arm": candidate,
                 "baseline": baseline,
-                "arm_value": one.effective.get(key),
-                "baseline_value": other.effective.get(key),
+                "arm_value": effective_value(one, key),
+                "baseline_value": effective_value(other, key),
                 "declared": key in declared,
             }
 

@@ -7,7 +7,7 @@ import math
 from harness.plan import CriterionSpec
 from harness.verdicts import Bound, Measurement, Reason, ReasonCode, Verdict
 
-# Large-effect rule of cpu-demo: every repetition clears (or misses) the target by this factor in ratio.
+# Large-effect rule of cpu-demo: every repetition clears (or misses) the target by this factor.
 LARGE_EFFECT_FACTOR = 2.0
 
 # Kind of ratio behind a measure: a reduction is 1 - ratio (small is good), a gain is ratio - 1.
@@ -58,7 +58,9 @@ def _large_effect(
     if all(cost <= target / LARGE_EFFECT_FACTOR for cost in costs):
         return Verdict.PASS, ()
     shown = ", ".join(f"{ratio:.3g}" for ratio in ratios)
-    text = f"ratios {shown}; target ratio {target if reduction else 1 / target:.3g}, factor 2 beyond"
+    text = (
+        f"ratios {shown}; target ratio {target if reduction else 1 / target:.3g}, factor 2 beyond"
+    )
     if all(cost >= target * LARGE_EFFECT_FACTOR for cost in costs):
         return Verdict.STOP, (_reason(ReasonCode.BELOW_TARGET, text, measurement),)
     return Verdict.INCONCLUSIVE, (_reason(ReasonCode.UNDECIDED, text, measurement),)

@@ -42,7 +42,9 @@ def _check(
     text: str = "",
 ) -> Check:
     evidence = f"trials/{trial.id}/{file}"
-    reasons = () if fault is None else (Reason(fault, text or f"{found}; allowed: {allowed}", evidence),)
+    reasons = (
+        () if fault is None else (Reason(fault, text or f"{found}; allowed: {allowed}", evidence),)
+    )
     return Check(name, trial.id, fault is None, found, allowed, reasons)
 
 
@@ -50,7 +52,7 @@ def _count(value: float | None, unit: str = "") -> str:
     return "absent" if value is None else f"{value:.10g}{unit}"
 
 
-# --- every measured trial --------------------------------------------------------------------------------
+# --- every measured trial ---------------------------------------------------
 
 
 def complete(trial: TrialNumbers, bounds: ValidityBounds) -> Check:
@@ -152,7 +154,7 @@ def client_unsaturated(trial: TrialNumbers, bounds: ValidityBounds) -> Check:
     )
 
 
-# --- cold proof, tiered arms -----------------------------------------------------------------------------
+# --- cold proof, tiered arms ------------------------------------------------
 
 
 def made_cold(trial: TrialNumbers, bounds: ValidityBounds) -> Check:
@@ -160,7 +162,9 @@ def made_cold(trial: TrialNumbers, bounds: ValidityBounds) -> Check:
     return _check(
         trial,
         "made_cold",
-        found={True: "reset succeeded", False: "reset failed", None: "no reset recorded"}[trial.cold],
+        found={True: "reset succeeded", False: "reset failed", None: "no reset recorded"}[
+            trial.cold
+        ],
         allowed="reset succeeded",
         fault=None if trial.cold else ReasonCode.NOT_COLD,
         file="events.jsonl",
@@ -214,7 +218,7 @@ def from_the_medium(trial: TrialNumbers, bounds: ValidityBounds) -> Check:
 
 
 def witnesses_agree(trial: TrialNumbers, bounds: ValidityBounds) -> Check:
-    """Server, connector and per-request usage tell the same tokens, within one block per request."""
+    """Server, connector and per-request usage tell the same tokens, to one block per request."""
     server = trial.counters.get("external_hit_tokens")
     connector = trial.counters.total("tier_hit_tokens")
     usage = trial.cached_tokens()
@@ -256,7 +260,7 @@ def bytes_match_tokens(trial: TrialNumbers, bounds: ValidityBounds) -> Check:
 
 
 def read_from_disk(trial: TrialNumbers, bounds: ValidityBounds) -> Check:
-    """Block device reads of the server's processes are 0.9 to 1.1 of the restored bytes (disk), else 0."""
+    """Block device reads are 0.9 to 1.1 of the restored bytes (disk); a host pool reads none."""
     restored = trial.counters.get(f"tier_read_bytes/{trial.medium}")
     if trial.medium != "disk":
         value = trial.counters.get("tier_file_read_bytes")
@@ -305,7 +309,7 @@ def no_load_failures(trial: TrialNumbers, bounds: ValidityBounds) -> Check:
     )
 
 
-# --- baselines -------------------------------------------------------------------------------------------
+# --- baselines --------------------------------------------------------------
 
 
 def no_hits(trial: TrialNumbers, bounds: ValidityBounds) -> Check:
@@ -350,7 +354,7 @@ def _absent_or(value: float | None, fault: ReasonCode | None) -> ReasonCode | No
     return ReasonCode.METRIC_ABSENT if value is None else fault
 
 
-# --- across trials ---------------------------------------------------------------------------------------
+# --- across trials ----------------------------------------------------------
 
 
 def _warmth(trials: Sequence[TrialNumbers], bounds: ValidityBounds) -> Iterator[Check]:
@@ -360,9 +364,7 @@ def _warmth(trials: Sequence[TrialNumbers], bounds: ValidityBounds) -> Iterator[
     )
     for arm, level in cells:
         waves = [
-            n
-            for n in select(trials, arm=arm, workload="cold_recovery", level=level)
-            if n.requests
+            n for n in select(trials, arm=arm, workload="cold_recovery", level=level) if n.requests
         ]
         if len(waves) < 2:
             continue
@@ -406,14 +408,16 @@ _BY_ROLE: dict[str, tuple[TrialCheck, ...]] = {
 }
 
 
-# --- pairs of arms ---------------------------------------------------------------------------------------
+# --- pairs of arms ----------------------------------------------------------
 
 # Effective keys that say nothing of how a server works, or that are judged by their own check.
 _NOT_COMPARED = {"compute_threads", "kv_capacity_tokens", "device_blocks"}
 
 
-def arm_checks(plan: Plan, servers: dict[str, ServerFacts], pairs: Iterable[tuple[str, str]]) -> list[Check]:
-    """Fairness of each (candidate, baseline): declared differences only, equal compute and capacity."""
+def arm_checks(
+    plan: Plan, servers: dict[str, ServerFacts], pairs: Iterable[tuple[str, str]]
+) -> list[Check]:
+    """Fairness of (candidate, baseline): declared differences only, equal compute, capacity."""
     checks = []
     for candidate, baseline in pairs:
         one, other = servers.get(candidate), servers.get(baseline)
@@ -436,16 +440,21 @@ def pair_name(candidate: str, baseline: str) -> str:
 
 def differing_keys(one: ServerFacts, other: ServerFacts) -> list[str]:
     """Effective keys and versions in which two servers differ."""
-    left = one.effective | {f"version.{k}": v for k, v in one.versions.items()}
-    right = other.effective | {f"version.{k}": v for k, v in other.versions.items()}
-    keys = sorted(left.keys() | right.keys())
-    return [key for key in keys if left.get(key) != right.get(key)]
+    keys = {*one.effective, *other.effective}
+    keys |= {f"version.{name}" for name in (*one.versions, *other.versions)}
+    return [k for k in sorted(keys) if effective_value(one, k) != effective_value(other, k)]
+
+
+def effective_value(server: ServerFacts, key: str) -> object:
+    """A server's value of an effective key or of ``version.<name>``; None when it was not read."""
+    kind, _, name = key.partition(".")
+    return server.versions.get(name) if kind == "version" else server.effective.get(key)
 
 
 def _declared_only(one: ServerFacts, other: ServerFacts, declared: set[str]) -> Check:
     keys = [key for key in differing_keys(one, other) if key not in declared | _NOT_COMPARED]
     found = "; ".join(
-        f"{key}: {one.effective.get(key)!r} vs {other.effective.get(key)!r}" for key in keys
+        f"{key}: {effective_value(one, key)!r} vs {effective_value(other, key)!r}" for key in keys
     )
     return _pair_check(
         one,
@@ -473,7 +482,9 @@ def _equal_compute(one: ServerFacts, other: ServerFacts, *, required: bool) -> C
     )
 
 
-def _equal_capacity(one: ServerFacts, other: ServerFacts, declared: set[str], ratio_max: float) -> Check:
+def _equal_capacity(
+    one: ServerFacts, other: ServerFacts, declared: set[str], ratio_max: float
+) -> Check:
     left = one.effective.get("kv_capacity_tokens")
     right = other.effective.get("kv_capacity_tokens")
     fault = None
@@ -492,7 +503,15 @@ def _equal_capacity(one: ServerFacts, other: ServerFacts, declared: set[str], ra
 
 
 def _pair_check(
-    one: ServerFacts, other: ServerFacts, name: str, *, found: str, allowed: str, fault: ReasonCode | None
+    one: ServerFacts,
+    other: ServerFacts,
+    name: str,
+    *,
+    found: str,
+    allowed: str,
+    fault: ReasonCode | None,
 ) -> Check:
-    reasons = () if fault is None else (Reason(fault, f"{found}; allowed: {allowed}", "server.json"),)
+    reasons = (
+        () if fault is None else (Reason(fault, f"{found}; allowed: {allowed}", "server.json"),)
+    )
     return Check(name, pair_name(one.arm, other.arm), fault is None, found, allowed, reasons)

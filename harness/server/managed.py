@@ -5,10 +5,11 @@ Also `ExternalServer`, the same surface for a server that somebody else runs.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
-import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import httpx
 import psutil
@@ -31,6 +32,7 @@ from harness.server.facts import effective_configuration, error_lines
 logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 20.0
+SHARED_MEMORY = "/dev/shm"
 Progress = Callable[[str], None]
 
 
@@ -71,17 +73,24 @@ class ManagedServer:
     model = SERVED_MODEL_NAME
 
     def __init__(
-        self, spec: LaunchSpec, *, log_path: Path, progress: Progress | None = None
+        self,
+        spec: LaunchSpec,
+        *,
+        log_path: Path,
+        progress: Progress | None = None,
+        stop_grace_s: float = STOP_GRACE_S,
     ) -> None:
         self.spec = spec
         self.log_path = log_path
         self.leftovers = Leftovers()
         self._progress = progress or (lambda _text: None)
         self._supervisor: subprocess.Popen[str] | None = None
-        self._events: queue.Queue[dict[str, Any]] = queue.Queue()
         self._exit_code: int | None = None
-        self._pid: int | None = None
+        self._stop_grace_s = stop_grace_s
+        self._listener: threading.Thread | None = None
+        self._seen_processes: dict[int, int] = {}
         self._seen_shared_memory: set[str] = set()
+        self._foreign: frozenset[str] = frozenset()
         self.port = 0
         self.base_url = ""
 
@@ -105,18 +114,19 @@ class ManagedServer:
         """Starts the tree and waits until it answers. Raises StartTimeout or ServerExited."""
         if not Path(self.spec.argv[0]).is_file():
             raise ServerError(
-                f"arm {self.spec.arm}: no interpreter at {self.spec.argv[0]}; run `kvgate setup`, or "
-                "set server.python in the campaign"
+                f"arm {self.spec.arm}: no interpreter at {self.spec.argv[0]}; run `kvgate setup`, "
+                "or set server.python in the campaign"
             )
         self.port = self._choose_port()
         self.base_url = f"http://127.0.0.1:{self.port}"
+        self._foreign = _shared_memory_names()
         self._supervisor = subprocess.Popen(
             [
                 sys.executable,
                 "-m",
                 "harness.server.supervisor",
                 str(self.log_path),
-                str(STOP_GRACE_S),
+                str(self._stop_grace_s),
                 *self.spec.argv,
                 "--port",
                 str(self.port),
@@ -127,7 +137,10 @@ class ManagedServer:
             env=self.spec.environment,
             start_new_session=True,  # Ctrl-C reaches the harness alone, which then stops in order
         )
-        threading.Thread(target=self._listen, args=(self._supervisor,), daemon=True).start()
+        self._listener = threading.Thread(
+            target=self._listen, args=(self._supervisor,), daemon=True
+        )
+        self._listener.start()
         self._wait_until_ready()
 
     def _choose_port(self) -> int:
@@ -137,8 +150,8 @@ class ManagedServer:
                 probe.bind(("127.0.0.1", self.spec.port or 0))
             except OSError as error:
                 raise ServerError(
-                    f"arm {self.spec.arm}: port {self.spec.port} is taken ({error.strerror}); stop what "
-                    "uses it, or leave server.port out to get a free one"
+                    f"arm {self.spec.arm}: port {self.spec.port} is taken ({error.strerror}); stop "
+                    "what uses it, or leave server.port out to get a free one"
                 ) from error
             return int(probe.getsockname()[1])
 
@@ -146,11 +159,8 @@ class ManagedServer:
         assert supervisor.stdout is not None
         for line in supervisor.stdout:
             event = json.loads(line)
-            if event["event"] == "started":
-                self._pid = event["pid"]
-            elif event["event"] == "exited":
+            if event["event"] == "exited":
                 self._exit_code = event["code"]
-            self._events.put(event)
 
     def _wait_until_ready(self) -> None:
         started = time.monotonic()
@@ -158,11 +168,12 @@ class ManagedServer:
         with httpx.Client(base_url=self.base_url, timeout=5.0, trust_env=False) as client:
             while True:
                 self.check_alive()
+                self._note_tree()
                 elapsed = time.monotonic() - started
                 self._progress(f"starting, {elapsed:.0f} s")
                 try:
                     if client.get("/health").status_code == 200:
-                        self._pids_and_shared_memory()
+                        self._note_tree()
                         return
                 except httpx.TransportError:
                     pass  # not listening yet
@@ -180,21 +191,17 @@ class ManagedServer:
         ended = supervisor is not None and supervisor.poll() is not None
         if self._exit_code is not None or ended:
             raise ServerExited(
-                f"arm {self.spec.arm}: the server ended by itself with code {self._exit_code}; last "
-                f"lines of {self.log_path.name}:\n" + error_lines(self.log_text())
+                f"arm {self.spec.arm}: the server ended by itself with code {self._exit_code}; "
+                f"last lines of {self.log_path.name}:\n" + error_lines(self.log_text())
             )
 
     def facts(self) -> ServerFacts:
         """What was asked for and what the server itself says, read back now."""
         processes = []
         for pid in self.pids():
-            try:
-                with open(f"/proc/{pid}/stat") as file:
-                    stat = file.read()
-            except OSError:
-                continue  # a short-lived child ended in between
-            name = stat[stat.index("(") + 1 : stat.rindex(")")]
-            processes.append(ProcessFacts(pid, int(stat.rpartition(")")[2].split()[19]), name))
+            stat = _stat(pid)
+            if stat is not None:  # a short-lived child may have ended in between
+                processes.append(ProcessFacts(pid, int(stat[1][19]), stat[0]))
         effective, versions = effective_configuration(self.base_url, self.log_text())
         return ServerFacts(
             arm=self.spec.arm,
@@ -208,13 +215,8 @@ class ManagedServer:
 
     def pids(self) -> list[int]:
         """The server's process and all its descendants, without the supervisor."""
-        if self._supervisor is None:
-            return []
-        try:
-            tree = psutil.Process(self._supervisor.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return []
-        return sorted(process.pid for process in tree)
+        self._note_tree()
+        return [] if self._supervisor is None else _descendants(self._supervisor.pid)
 
     def log_text(self, start: int = 0) -> str:
         """The captured log from a byte offset on."""
@@ -230,49 +232,64 @@ class ManagedServer:
 
     def stop(self) -> Leftovers:
         """Stops the whole tree and looks for what is left. Idempotent; raises nothing."""
-        supervisor, self._supervisor = self._supervisor, None
+        supervisor = self._supervisor
         if supervisor is None:
             return self.leftovers
-        self._supervisor = supervisor
-        pids = self._pids_and_shared_memory()
+        self._note_tree()
         self._supervisor = None
-        try:
-            assert supervisor.stdin is not None
-            supervisor.stdin.close()
-            supervisor.wait(STOP_GRACE_S + 15.0)
-        except (OSError, subprocess.TimeoutExpired):
-            logger.warning("supervisor of arm=%s did not end; killing its tree", self.spec.arm)
-            for pid in (*pids, supervisor.pid):
-                try:
-                    os.kill(pid, 9)
-                except ProcessLookupError:
-                    continue
-            supervisor.wait(10.0)
+        self._end(supervisor)
+        # Only with the supervisor gone before its time is anything left. A pid alone may be reused
+        # by now; together with its start time it is the process we saw.
+        left = [pid for pid, ticks in self._seen_processes.items() if _start_ticks(pid) == ticks]
+        for pid in left:
+            _kill(pid)
+        for pid in left:
+            _wait_gone(pid, self._seen_processes[pid], seconds=10.0)
         shared = sorted(path for path in self._seen_shared_memory if os.path.exists(path))
         for path in shared:
-            os.unlink(path)
-        self.leftovers = Leftovers(
-            processes=tuple(pid for pid in pids if _alive(pid)),
-            shared_memory=tuple(shared),
-            port_open=_port_open(self.port),
-        )
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        self.leftovers = Leftovers(tuple(left), tuple(shared), _port_open(self.port))
         if self.leftovers:
             logger.warning("arm=%s left behind: %s", self.spec.arm, self.leftovers)
         return self.leftovers
 
-    def _pids_and_shared_memory(self) -> list[int]:
-        """The tree's pids; also notes the /dev/shm files it has open or mapped, which are ours."""
-        pids = self.pids()
-        for pid in pids:
+    def _end(self, supervisor: subprocess.Popen[str]) -> None:
+        """Closes the supervisor's input, which makes it stop the tree, and waits for it."""
+        assert supervisor.stdin is not None
+        assert supervisor.stdout is not None
+        with contextlib.suppress(OSError):
+            supervisor.stdin.close()
+        try:
+            supervisor.wait(self._stop_grace_s + 15.0)
+        except subprocess.TimeoutExpired:
+            logger.warning("supervisor of arm=%s did not end; killing its tree", self.spec.arm)
+            self._note_tree(supervisor)
+            supervisor.kill()
+            supervisor.wait()
+        if self._listener is not None:
+            self._listener.join(5.0)
+        supervisor.stdout.close()
+
+    def _note_tree(self, supervisor: subprocess.Popen[str] | None = None) -> None:
+        """Notes the tree's processes with their start times, and the /dev/shm files they map.
+
+        Files that lay there before the start are somebody else's.
+        """
+        supervisor = supervisor or self._supervisor
+        for pid in [] if supervisor is None else _descendants(supervisor.pid):
+            ticks = _start_ticks(pid)
+            if ticks is not None:
+                self._seen_processes[pid] = ticks
             try:
                 with open(f"/proc/{pid}/maps") as file:
-                    for line in file:
-                        _, found, path = line.rstrip("\n").partition("/dev/shm/")
-                        if found and not path.endswith("(deleted)"):
-                            self._seen_shared_memory.add("/dev/shm/" + path)
+                    mapped = file.read().splitlines()
             except OSError:
                 continue  # ended in between
-        return pids
+            for line in mapped:
+                _, found, name = line.partition(f"{SHARED_MEMORY}/")
+                if found and not name.endswith(" (deleted)") and name not in self._foreign:
+                    self._seen_shared_memory.add(f"{SHARED_MEMORY}/{name}")
 
 
 class ExternalServer:
@@ -318,15 +335,50 @@ class ExternalServer:
         try:
             httpx.get(f"{self.base_url}/v1/models", timeout=10.0, trust_env=False)
         except httpx.TransportError as error:
-            raise ServerError(f"arm {self.arm}: {self.base_url} does not answer: {error}") from error
+            raise ServerError(
+                f"arm {self.arm}: {self.base_url} does not answer: {error}"
+            ) from error
 
 
-def _alive(pid: int) -> bool:
+def _shared_memory_names() -> frozenset[str]:
+    try:
+        return frozenset(os.listdir(SHARED_MEMORY))
+    except OSError:
+        return frozenset()
+
+
+def _descendants(pid: int) -> list[int]:
+    try:
+        return sorted(child.pid for child in psutil.Process(pid).children(recursive=True))
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _stat(pid: int) -> tuple[str, list[str]] | None:
+    """(name, fields from the third on) of /proc/PID/stat; None when the process is gone."""
     try:
         with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
+            text = file.read()
     except OSError:
-        return False
+        return None
+    return text[text.index("(") + 1 : text.rindex(")")], text.rpartition(")")[2].split()
+
+
+def _start_ticks(pid: int) -> int | None:
+    """Start time in clock ticks since boot; None when the process has ended."""
+    stat = _stat(pid)
+    return None if stat is None or stat[1][0] in "ZX" else int(stat[1][19])
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _wait_gone(pid: int, ticks: int, *, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while _start_ticks(pid) == ticks and time.monotonic() < deadline:
+        time.sleep(0.02)  # polling for a process to end, bounded by the deadline
 
 
 def _port_open(port: int) -> bool:

@@ -1,17 +1,19 @@
 """Runs one server as its child and guarantees that nothing of it outlives the harness.
 
-    harness --pipe--> supervisor (own session, child subreaper) --> server process group --> engine, workers
+    harness --pipe--> supervisor (own session, child subreaper) --> server --> engine, workers
 
-vLLM's engine and workers survive a killed API server and are re-parented. As subreaper this process
-becomes their parent, so it finds every descendant whatever session or group it moved to. It stops the
-tree when told to ("stop" on standard input), when the harness dies (end of standard input, also after
-kill -9) and when it is itself asked to end. Standard library only; run as a script:
+vLLM's engine and workers survive a killed API server and are re-parented. As subreaper this
+process becomes their parent, so it finds every descendant whatever session or group it moved to.
+It stops the tree when told to ("stop" on standard input), when the harness dies (end of standard
+input, also after kill -9) and when it is itself asked to end. Standard library only; run as a
+script:
 
     python -m harness.server.supervisor LOG_PATH GRACE_S ARGV...
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -65,7 +67,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _stop_tree(server: subprocess.Popen[bytes], grace_s: float) -> list[int]:
-    """SIGTERM to the server, SIGKILL to whatever is left after the grace; returns surviving pids."""
+    """SIGTERM to the server, SIGKILL to what is left after the grace; returns surviving pids."""
     if server.poll() is None:
         server.terminate()
     else:
@@ -129,17 +131,14 @@ def _is_zombie(pid: int) -> bool:
 
 
 def _send(pid: int, number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        pass
 
 
 def _say(**fields: Any) -> None:
-    try:
+    # With the harness gone nobody listens, but the tree must still be stopped.
+    with contextlib.suppress(OSError):
         print(json.dumps(fields), flush=True)
-    except OSError:
-        pass  # the harness is gone; the tree must still be stopped
 
 
 if __name__ == "__main__":

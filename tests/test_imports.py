@@ -1,0 +1,239 @@
+"""Who may import what: the table of the architecture, checked against the source itself."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+OURS = ("harness", "workloads", "gates", "reports")
+VALUES = {"harness.records", "harness.verdicts", "harness.errors", "harness.stats"}
+
+# Module or package -> what it may import of ours, and of others. The longest name that fits counts;
+# a package may import its own modules. A package in a set allows all its modules.
+TABLE: dict[str, tuple[set[str], set[str]]] = {
+    "harness": (set(), set()),
+    "harness.errors": (set(), set()),
+    "harness.stats": (set(), set()),
+    "harness.records": (set(), set()),
+    "harness.verdicts": ({"harness.records"}, set()),
+    "harness.model": (set(), {"numpy"}),
+    "harness.plan": (VALUES | {"harness.model"}, {"pydantic"}),
+    "harness.arms": ({"harness.plan"}, set()),
+    "harness.store": (VALUES, set()),
+    "harness.console": ({"harness.plan", "harness.records"}, {"rich"}),
+    "harness.doctor": ({"harness.arms", "harness.plan"}, {"psutil"}),
+    "harness.docs": ({"harness.verdicts"}, set()),
+    "harness.collectors": ({"harness.records"}, {"httpx", "psutil", "prometheus_client"}),
+    "harness.server": (
+        {"harness.arms", "harness.errors", "harness.records", "harness.collectors"},
+        {"httpx", "psutil"},
+    ),
+    "harness.server.supervisor": (set(), set()),
+    "harness.load": (VALUES | {"workloads.prompts"}, set()),
+    "harness.load.locustfile": (
+        {"harness.records", "harness.load"},
+        {"locust", "gevent", "geventhttpclient"},
+    ),
+    "harness.connector": (set(), {"vllm", "torch", "numpy"}),
+    "harness.connector.blockfile": (set(), set()),
+    "harness.connector.keys": ({"harness.connector.blockfile"}, set()),
+    "harness.controls": (
+        {
+            "harness.connector",  # the empty package itself
+            "harness.connector.blockfile",
+            "harness.connector.keys",
+            "workloads.cold_recovery",
+        },
+        set(),
+    ),
+    "harness.analysis": (
+        VALUES - {"harness.errors"} | {"harness.plan", "harness.store", "workloads.cold_recovery"},
+        set(),
+    ),
+    "harness.judge": (VALUES - {"harness.errors"} | {"harness.analysis", "harness.plan"}, set()),
+    "harness.judging": (
+        VALUES | {"harness.analysis", "harness.judge", "harness.plan", "harness.store"},
+        set(),
+    ),
+    "harness.trial": (
+        VALUES
+        | {
+            "harness.collectors",
+            "harness.controls",
+            "harness.load",
+            "harness.plan",
+            "harness.server",
+            "harness.store",
+            "workloads",
+        },
+        {"httpx"},
+    ),
+    "harness.run": (
+        VALUES
+        | {
+            "harness",  # its version
+            "harness.analysis",
+            "harness.arms",
+            "harness.judge",
+            "harness.load",
+            "harness.model",
+            "harness.plan",
+            "harness.server",
+            "harness.store",
+            "harness.trial",
+        },
+        {"psutil"},
+    ),
+    "harness.__main__": (
+        VALUES
+        | {
+            "harness",
+            "harness.arms",
+            "harness.console",
+            "harness.doctor",
+            "harness.judge",
+            "harness.judging",
+            "harness.plan",
+            "harness.run",
+            "harness.server",
+            "harness.store",
+            "reports",
+        },
+        {"rich"},
+    ),
+    "workloads": ({"harness.records"}, {"numpy"}),
+    "gates": (
+        VALUES
+        | {
+            "harness.arms",
+            "harness.console",
+            "harness.judge",
+            "harness.judging",
+            "harness.plan",
+            "harness.run",
+            "harness.store",
+        },
+        {"pytest", "rich"},
+    ),
+    "reports": ({"harness.records", "harness.verdicts"}, {"jinja2", "matplotlib", "rich"}),
+}
+# A package's row allows its modules as well, except where only the named ones are meant.
+EXACT = {"harness", "harness.connector"}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {
+    module_name(path): path for package in OURS for path in sorted((ROOT / package).rglob("*.py"))
+}
+
+
+def imports_of(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, module) of every import, also inside functions; names of ours are made whole."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield node.lineno, whole if whole in MODULES else str(node.module)
+
+
+def covers(allowed: str, module: str) -> bool:
+    return module == allowed or (allowed not in EXACT and module.startswith(allowed + "."))
+
+
+def row_of(module: str) -> str:
+    parts = module.split(".")
+    names = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+    return next(name for name in names if name in TABLE)
+
+
+def own_package(module: str) -> str:
+    """The package whose modules belong together: harness.load, reports, ..."""
+    row = row_of(module)
+    return row if (ROOT / row.replace(".", "/")).is_dir() and row != "harness" else module
+
+
+def bad_edges(module: str) -> list[str]:
+    ours, others = TABLE[row_of(module)]
+    found = []
+    for line, imported in imports_of(MODULES[module]):
+        top = imported.split(".")[0]
+        if top in OURS:
+            inside = imported.startswith(own_package(module) + ".") or imported == module
+            fine = inside or any(covers(name, imported) for name in ours)
+        else:
+            fine = top in sys.stdlib_module_names or top in others
+        if not fine:
+            found.append(f"{MODULES[module].relative_to(ROOT)}:{line}: {imported}")
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_only_what_the_table_allows(module: str) -> None:
+    assert bad_edges(module) == []
+
+
+def test_every_row_of_the_table_has_a_module() -> None:
+    assert [row for row in TABLE if row not in MODULES] == []
+
+
+def test_a_new_top_level_module_needs_a_row() -> None:
+    single = [m for m in MODULES if m.count(".") == 1 and m.startswith("harness.")]
+    assert [module for module in single if row_of(module) == "harness"] == []
+
+
+def test_only_the_locustfile_imports_locust() -> None:
+    patched = {"locust", "gevent", "geventhttpclient"}
+    assert {
+        module
+        for module, path in MODULES.items()
+        for _line, imported in imports_of(path)
+        if imported.split(".")[0] in patched
+    } == {"harness.load.locustfile"}
+
+
+def test_nothing_of_ours_imports_tests() -> None:
+    for path in MODULES.values():
+        assert "tests" not in {name.split(".")[0] for _line, name in imports_of(path)}
+
+
+def test_a_forbidden_edge_would_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = tmp_path / "signoff.py"
+    bad.write_text("def f():\n    from harness.judge import judge_run\n    import vllm\n")
+    monkeypatch.setitem(MODULES, "reports.signoff", bad)
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    assert bad_edges("reports.signoff") == ["signoff.py:2: harness.judge", "signoff.py:3: vllm"]
+
+
+@pytest.mark.parametrize("module", ["harness.__main__", "gates.conftest", "reports.signoff"])
+def test_importing_loads_no_patching_library(module: str) -> None:
+    code = (
+        f"import sys, {module}; "
+        "print(sorted({'locust', 'gevent', 'vllm', 'torch'} & set(sys.modules)))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert run.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("module", ["harness.connector.blockfile", "harness.connector.keys"])
+def test_the_file_format_needs_the_standard_library_only(module: str) -> None:
+    code = f"import sys, {module}; print(sorted({{'vllm', 'torch', 'numpy'}} & set(sys.modules)))"
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert run.stdout == "[]\n"
