@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -62,6 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     except HarnessError as error:
         print(f"kvgate: {error}", file=sys.stderr)
+        return EXIT_INTERNAL
+    except Exception:
+        # A traceback's exit code would be 1, which means STOP.
+        traceback.print_exc()
+        print("kvgate: internal error, a defect of ours; please report it", file=sys.stderr)
         return EXIT_INTERNAL
     except KeyboardInterrupt:
         print(

@@ -156,6 +156,11 @@ def _fill(value: Any, placeholders: dict[str, str]) -> Any:
     return value
 
 
+def tier_root(configured: str) -> Path:
+    """The directory on the medium under test, below which a run makes its own."""
+    return Path(os.path.expandvars(configured)).expanduser().resolve()
+
+
 def default_home() -> Path:
     """Where `kvgate setup` puts the vLLM environment and generated models.
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from harness.arms import allowed_cores, vllm_python
+from harness.arms import allowed_cores, tier_root, vllm_python
 from harness.plan import Plan
 
 GIB = 2**30
@@ -114,9 +114,7 @@ def _disk(plan: Plan, runs_root: Path) -> Finding:
 def _direct_io(plan: Plan, runs_root: Path) -> Iterator[Finding]:
     for arm in plan.campaign.arms.values():
         if arm.medium == "disk" and arm.kind == "vllm":
-            root = _existing(
-                Path(os.path.expandvars(arm.tier_root)) if arm.tier_root else runs_root
-            )
+            root = _existing(tier_root(arm.tier_root) if arm.tier_root else runs_root)
             fine, found = probe_direct_io(root)
             remedy = (
                 "choose a tier_root on a local file system; without it the page cache may answer"

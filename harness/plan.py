@@ -80,6 +80,12 @@ class Server(_Section):
     port: Positive | None = None
     ready_deadline_s: Annotated[float, Field(gt=0)] = 300.0
 
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.device_kv_tokens is not None and self.block_tokens is None:
+            raise ValueError("device_kv_tokens needs block_tokens")
+        return self
+
 
 class Arm(_Section):
     """One server configuration. ``declared`` lists the effective keys in which it may differ."""
@@ -109,6 +115,20 @@ class Arm(_Section):
         for key in ("medium", "kv_transfer"):
             if self.role != "tiered" and getattr(self, key):
                 raise ValueError(f"found {key}; role = {self.role!r} allows none: no tier there")
+        uses_tier_dir = "{tier_dir}" in json.dumps(self.kv_transfer, default=str)
+        if uses_tier_dir and self.medium != "disk":
+            raise ValueError(
+                f"kv_transfer: found {{tier_dir}} with medium = {self.medium!r}; allowed with "
+                "medium = 'disk'"
+            )
+        bundled = (self.kv_transfer or {}).get("kv_connector") == "KvgateTierConnector"
+        if bundled and self.medium == "disk" and self.extra_config.get("reset_scope") != "host":
+            # The default would delete the files at every cold reset.
+            found = self.extra_config.get("reset_scope", "none")
+            raise ValueError(
+                f"kv_transfer.kv_connector_extra_config.reset_scope: found {found!r}; allowed with "
+                "medium = 'disk': 'host'"
+            )
         if self.kind == "url" and not self.url:
             raise ValueError("url: found none; kind = 'url' requires the server's address")
         for key in ("args", "environment", "kv_transfer"):

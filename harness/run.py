@@ -28,7 +28,7 @@ from harness.plan import Arm, Campaign, Plan
 from harness.records import Event, ServerFacts, TrialFacts
 from harness.server.managed import ExternalServer, ManagedServer
 from harness.store import RunWriter, TrialEvidence, TrialWriter
-from harness.trial import TrialContext, run_trial
+from harness.trial import TrialContext, run_trial, trial_figures
 from harness.verdicts import Verdict
 
 
@@ -67,7 +67,8 @@ class CampaignRun:
         self.model_dir = model_dir
         self.observer = observer
         self.started = datetime.now(UTC)
-        self.writer = RunWriter(runs_root, plan.campaign.name, self.started)
+        # Absolute: the connector refuses a relative directory, and servers may change theirs.
+        self.writer = RunWriter(runs_root.resolve(), plan.campaign.name, self.started)
         self.stopped: str | None = None
 
     def execute(self) -> Path:
@@ -126,8 +127,10 @@ class CampaignRun:
                     api_key_env=arm.api_key_env,
                 ) as load:
                     tier_facts = server.facts().effective.get("connector_config")
+                    log_start = 0  # the first trial of an arm keeps the start-up log
                     for facts in trials:
-                        self._run_trial(arm, facts, server, load, tier_dir, tier_facts)
+                        self._run_trial(arm, facts, server, load, tier_dir, tier_facts, log_start)
+                        log_start = server.log_size()
                         if self.stopped is not None:
                             return
         except ServerError as error:
@@ -163,7 +166,7 @@ class CampaignRun:
             return None
         if arm.tier_root is None:
             return scratch / "tier"
-        root = Path(os.path.expandvars(arm.tier_root)).expanduser()
+        root = arms.tier_root(arm.tier_root)
         return root / f"kvgate-{self.plan.campaign.name}-{self.writer.path.name}-{arm.name}"
 
     def _run_trial(
@@ -174,6 +177,7 @@ class CampaignRun:
         load: LoadClient,
         tier_dir: Path | None,
         tier_facts: dict[str, Any] | None,
+        log_start: int,
     ) -> None:
         self.observer.trial_started(facts)
         started = time.monotonic()
@@ -188,6 +192,7 @@ class CampaignRun:
                 tier_dir=tier_dir,
                 tier_facts=tier_facts,
                 progress=self.observer.progress,
+                log_start=log_start,
             )
         )
         self.observer.trial_ended(facts, time.monotonic() - started)
@@ -232,7 +237,7 @@ class CampaignRun:
             )
         )
         writer.add_text("server.log", server.log_text())
-        writer.set_figures({"role": arm.role, "medium": arm.medium})
+        writer.set_figures(trial_figures(self.plan, arm))
         writer.seal()
 
 

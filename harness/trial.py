@@ -47,6 +47,7 @@ class TrialContext:
     tier_dir: Path | None
     tier_facts: dict[str, Any] | None
     progress: Progress
+    log_start: int = 0
     clock: Clock = time.monotonic_ns
 
     @property
@@ -203,7 +204,6 @@ def run_trial(context: TrialContext) -> None:
     the same.
     """
     facts = context.writer.facts
-    log_start = context.server.log_size()
     context.event("trial_started", wall_ns=time.time_ns())
     try:
         context.writer.set_server(context.server.facts())
@@ -215,17 +215,17 @@ def run_trial(context: TrialContext) -> None:
         context.event("trial_ended", ok=False, error=f"{type(error).__name__}: {error}"[:2000])
         raise
     finally:
-        context.writer.add_text("server.log", context.server.log_text(log_start))
-        context.writer.set_figures(_figures(context))
+        context.writer.add_text("server.log", context.server.log_text(context.log_start))
+        context.writer.set_figures(trial_figures(context.plan, context.arm))
         context.writer.seal()
 
 
-def _figures(context: TrialContext) -> dict[str, Any]:
+def trial_figures(plan: Plan, arm: Arm) -> dict[str, Any]:
     """The plan's figures that analysis checks this trial against."""
-    sizes, work = context.plan.sizes, context.plan.campaign.cold_recovery
+    sizes, work = plan.sizes, plan.campaign.cold_recovery
     return {
-        "role": context.arm.role,
-        "medium": context.arm.medium,
+        "role": arm.role,
+        "medium": arm.medium,
         "kv_bytes_per_token": sizes.kv_bytes_per_token,
         "block_tokens": sizes.block_tokens,
         "cached_tokens_per_session": sizes.cached_tokens_per_session,

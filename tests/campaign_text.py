@@ -34,7 +34,11 @@ declared = ["connector", "connector_config"]
 
 [arms.tiered_disk.kv_transfer]
 kv_connector = "KvgateTierConnector"
-kv_connector_extra_config = { host_pool_bytes = 65536, directory = "{tier_dir}" }
+
+[arms.tiered_disk.kv_transfer.kv_connector_extra_config]
+host_pool_bytes = 65536
+directory = "{tier_dir}"
+reset_scope = "host"
 
 [arms.hbm_only]
 role = "hbm_only"

@@ -43,7 +43,7 @@ def is_explained(word: str) -> bool:
     word = re.escape(word)
     in_backticks = rf"`(?:[\w.<>-]+\.)?{word}(?:`| =)"
     in_a_block = rf"^\s*#?\s*{word}\s*="
-    in_a_section = rf"^\s*\[(?:[\w.<>-]+\.)?{word}(?:\.[\w.<>-]+)?\]"
+    in_a_section = rf"(?:^|`)\[(?:[\w.<>-]+\.)?{word}(?:\.[\w.<>-]+)?\]"
     return bool(re.search(f"{in_backticks}|{in_a_block}|{in_a_section}", TEXT, re.MULTILINE))
 
 

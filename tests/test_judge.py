@@ -1,4 +1,4 @@
-"""The judge on hand-made evidence: a clean run passes, and each way of being fooled has its verdict."""
+"""The judge on hand-made evidence: a clean run passes, each way of being fooled has its verdict."""
 
 from __future__ import annotations
 
@@ -155,27 +155,33 @@ def test_value_of_a_reduction_is_worked_by_hand(tmp_path: Path) -> None:
 CASES: list[tuple[str, Doctor, Verdict, ReasonCode]] = [
     (
         "another session's KV: fluent output of a different session",
-        records({"token_ids": tuple(range(100, 116))}, session=1),
+        records({"token_ids": tuple(range(100, 108))}, session=1),
         STOP,
         ReasonCode.OUTPUT_DIFFERS,
     ),
     (
         "one zeroed block: same tokens, one log probability moved in its last digits",
-        records({"logprobs": (-0.5000001,) * 16}, session=0),
+        records({"logprobs": (-0.5000001,) * 8}, session=0),
         STOP,
         ReasonCode.OUTPUT_DIFFERS,
     ),
     (
         "wrong KV after a loaded restore only",
-        records({"token_ids": tuple(range(200, 216))}, phase="reask", session=10),
+        records({"token_ids": tuple(range(200, 208))}, phase="reask", session=10),
         STOP,
         ReasonCode.OUTPUT_DIFFERS,
+    ),
+    (
+        "an oracle check that cannot be counted is not a check passed",
+        records({"logprobs": ()}, phase="reask", session=10),
+        INCONCLUSIVE,
+        ReasonCode.NOT_FROM_TIER,
     ),
     (
         "a planted fault that the oracle does not see",
         Doctor(
             record=lambda f, r: (
-                replace_record(r, token_ids=tuple((r.session + i) % 512 for i in range(16)))
+                replace_record(r, token_ids=tuple((r.session + i) % 512 for i in range(8)))
                 if r.phase == "control_zeroed_layer"
                 else r
             )
@@ -187,7 +193,7 @@ CASES: list[tuple[str, Doctor, Verdict, ReasonCode]] = [
         "a reference that differs from its own repeat",
         Doctor(
             record=lambda f, r: (
-                replace_record(r, logprobs=(-9.0,) * 16)
+                replace_record(r, logprobs=(-9.0,) * 8)
                 if f.arm == "hbm_only" and r.phase == "populate" and r.seq == 2
                 else r
             )
@@ -210,7 +216,7 @@ CASES: list[tuple[str, Doctor, Verdict, ReasonCode]] = [
     ),
     (
         "half the output: less work looks like speed",
-        records({"completion_tokens": 8, "prompt_tokens": 2080}),
+        records({"completion_tokens": 4, "prompt_tokens": 2080}),
         INCONCLUSIVE,
         ReasonCode.UNEQUAL_WORK,
     ),
@@ -406,6 +412,19 @@ def test_interrupted_run_never_passes(tmp_path: Path) -> None:
     signoff = judge(tmp_path, doctor)
     assert signoff.verdict is INCONCLUSIVE
     assert ReasonCode.GATE_NOT_REACHED in reason_codes(signoff)
+
+
+@pytest.mark.parametrize("stopped", [None, "interrupted by the operator"])
+def test_run_without_its_last_trial_never_passes(tmp_path: Path, stopped: str | None) -> None:
+    last = len(list(demo_plan().trials())) - 1
+    signoff = judge(tmp_path, Doctor(skip=lambda f: f.index == last, stopped=stopped))
+    assert verdict_of(signoff, "g3") is INCONCLUSIVE
+    assert ReasonCode.GATE_NOT_REACHED in reason_codes(signoff)
+
+
+def test_run_interrupted_after_its_last_trial_never_passes(tmp_path: Path) -> None:
+    signoff = judge(tmp_path, Doctor(stopped="interrupted by the operator"))
+    assert signoff.verdict is INCONCLUSIVE
 
 
 # --- evidence -----------------------------------------------------------------

@@ -52,11 +52,11 @@ def ended(pid: int) -> bool:
         os.close(descriptor)
 
 
-def until_it_raises(call: Callable[[], None]) -> None:
-    """Calls again and again; the supervisor's report comes a moment after the end."""
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Asks again and again, for what another process does and no handle tells."""
     deadline = time.monotonic() + LIMIT_S
-    while time.monotonic() < deadline:
-        call()
+    while not condition():
+        assert time.monotonic() < deadline
         select.select([], [], [], 0.01)
 
 
@@ -120,7 +120,17 @@ def test_facts_are_what_was_asked_and_what_was_read_back(tmp_path: Path) -> None
 
 
 def test_a_server_that_is_never_ready_is_a_timeout_with_its_last_lines(tmp_path: Path) -> None:
-    server = managed(tmp_path, "never_ready", deadline_s=1.0)
+    log = tmp_path / "server.log"
+
+    def until_it_logged(_text: str) -> None:
+        wait_until(lambda: log.is_file() and "still loading" in log.read_text())
+
+    server = ManagedServer(
+        spec_of("never_ready", tmp_path, deadline_s=1.0),
+        log_path=log,
+        progress=until_it_logged,
+        stop_grace_s=GRACE_S,
+    )
     with pytest.raises(StartTimeout) as error, server:
         pytest.fail("it said that it was ready")
     assert str(error.value).splitlines() == [
@@ -174,7 +184,8 @@ def test_a_server_that_dies_later_is_noticed(tmp_path: Path) -> None:
             urllib.request.urlopen(f"{server.base_url}/die", timeout=LIMIT_S)
         assert ended(pid)
         with pytest.raises(ServerExited, match="ended by itself with code 7"):
-            until_it_raises(server.check_alive)
+            # The supervisor's report comes a moment after the end.
+            wait_until(lambda: server.check_alive() is not None)
     assert server.leftovers == Leftovers()
 
 

@@ -249,8 +249,18 @@ BAD: list[tuple[str, list[tuple[str, str]], list[str]]] = [
     ),
     (
         "host pool below the working set",
-        [('medium = "disk"', 'medium = "host"')],
+        [('medium = "disk"', 'medium = "host"'), ('directory = "{tier_dir}"\n', "")],
         ["arms.tiered_disk", "host_pool_bytes", "65536", "1511424"],
+    ),
+    (
+        "tier directory of an arm that has none",
+        [('medium = "disk"', 'medium = "host"')],
+        ["arms.tiered_disk", "kv_transfer", "found {tier_dir}", "'disk'"],
+    ),
+    (
+        "cold reset that deletes the files under test",
+        [('reset_scope = "host"', 'reset_scope = "all"')],
+        ["arms.tiered_disk", "reset_scope", "found 'all'", "'host'"],
     ),
     (
         "prompt is a multiple of the block",

@@ -12,7 +12,7 @@ from harness import stats
 from harness.analysis import oracles
 from harness.analysis.numbers import TrialNumbers, select, tier_facts
 from harness.records import Outcome
-from harness.verdicts import Measurement, Unit, finite_or_inf
+from harness.verdicts import Measurement, ReasonCode, Unit, finite_or_inf
 
 # Noise of recompute against itself is measured on a handful of sessions; its maximum over so few
 # underestimates the true one. The bounded oracle allows this multiple of it, and never less than
@@ -55,9 +55,12 @@ def measure(run: RunNumbers, request: Request) -> Measurement:
     return MEASURES[request.name](run, request)
 
 
-def absent(name: str, unit: Unit, why: str) -> Measurement:
+def absent(
+    name: str, unit: Unit, why: str, code: ReasonCode = ReasonCode.NO_MEASUREMENT
+) -> Measurement:
     """A measurement that is not there, and why."""
-    return Measurement(name, unit, None, 0, "none", detail={"absent": why})
+    detail = {"absent": why, "code": code.value}
+    return Measurement(name, unit, None, 0, "none", detail=detail)
 
 
 def _number(value: float) -> float | str:
@@ -179,6 +182,9 @@ def arrival_round_trip_ratio(run: RunNumbers, request: Request) -> Measurement:
     if not trials:
         return absent(request.name, Unit.RATIO, "no arrival trial")
     trial = trials[0]
+    if trial.cold is not True:
+        why = "the server was not made cold, so the device may have answered"
+        return absent(request.name, Unit.RATIO, why, ReasonCode.NOT_COLD)
     restored = trial.counters.get(f"tier_read_bytes/{trial.medium}")
     connector = (trial.server.effective if trial.server else {}).get("connector")
     if restored is None and connector == "none":
@@ -224,25 +230,35 @@ def _references(run: RunNumbers, request: Request) -> oracles.References:
 
 
 def _exact(
-    run: RunNumbers, request: Request, pairs: Sequence[tuple[TrialNumbers, str]], estimator: str
+    run: RunNumbers,
+    request: Request,
+    pairs: Sequence[tuple[TrialNumbers, str, bool]],
+    estimator: str,
 ) -> Measurement:
+    """Compares the phases of trials that count (third item) with the reference.
+
+    A difference is a difference whatever else is wrong. Without one, every planned check must have
+    counted: a check left out is not a check passed.
+    """
     reference = _references(run, request)
     if reference.unstable:
         why = f"the reference differs from its own repeat in sessions {list(reference.unstable)}"
-        return absent(request.name, Unit.COUNT, why)
-    records = [(n.id, record) for n, phase in pairs for record in n.phase(phase)]
+        return absent(request.name, Unit.COUNT, why, ReasonCode.REFERENCE_UNSTABLE)
+    records = [(n.id, r) for n, phase, counts in pairs if counts for r in n.phase(phase)]
     result = oracles.compare(records, reference)
-    if not result.compared:
-        why = result.excluded[0] if result.excluded else "nothing to compare"
-        return absent(request.name, Unit.COUNT, why)
+    left_out = [f"{n.id}: not restored from {n.medium}" for n, _, counts in pairs if not counts]
+    left_out += result.excluded
+    if not result.differing and (left_out or not result.compared):
+        why = f"{len(left_out)} left out; {left_out[0] if left_out else 'nothing to compare'}"
+        return absent(request.name, Unit.COUNT, why, ReasonCode.NOT_FROM_TIER)
     return Measurement(
         request.name,
         Unit.COUNT,
         float(len(result.differing)),
         result.compared,
         estimator,
-        trials=tuple(dict.fromkeys(n.id for n, _phase in pairs)),
-        detail={"differing": list(result.differing), "excluded": list(result.excluded)},
+        trials=tuple(dict.fromkeys(n.id for n, _phase, _counts in pairs)),
+        detail={"differing": list(result.differing), "left_out": left_out},
     )
 
 
@@ -254,9 +270,8 @@ def oracle_exact_mismatches(run: RunNumbers, request: Request) -> Measurement:
     waves = select(run.trials, arm=request.arm, workload="cold_recovery", level=1)
     trials = [*waves, *select(run.trials, arm=request.arm, workload="oracle")]
     pairs = [
-        (n, "oracle" if n.facts.workload == "oracle" else "wave")
+        (n, "oracle" if n.facts.workload == "oracle" else "wave", came_from_medium(n))
         for n in trials
-        if came_from_medium(n)
     ]
     return _exact(run, request, pairs, "differing outputs at concurrency 1")
 
@@ -264,7 +279,7 @@ def oracle_exact_mismatches(run: RunNumbers, request: Request) -> Measurement:
 def oracle_after_load_mismatches(run: RunNumbers, request: Request) -> Measurement:
     """Oracle (c): sessions asked again on the device after a loaded restore that differ."""
     trials = select(run.trials, arm=request.arm, workload="cold_recovery", level=request.level)
-    pairs = [(n, "reask") for n in trials if came_from_medium(n) and _still_on_device(n)]
+    pairs = [(n, "reask", came_from_medium(n) and _still_on_device(n)) for n in trials]
     return _exact(run, request, pairs, "differing outputs asked again after the wave")
 
 
@@ -331,7 +346,7 @@ def negative_controls_missed(run: RunNumbers, request: Request) -> Measurement:
     results, clean = oracles.control_results(run.trials, request.arm, reference)
     if clean is not True:
         why = {None: "no clean control was asked", False: "the clean control differs too"}[clean]
-        return absent(request.name, Unit.COUNT, why)
+        return absent(request.name, Unit.COUNT, why, ReasonCode.CONTROL_MISSED)
     missed = [r.name for r in results if not (r.seen_restored and r.seen_again)]
     return Measurement(
         request.name,

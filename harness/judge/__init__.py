@@ -158,7 +158,7 @@ def _candidates(plan: Plan, spec: CriterionSpec) -> list[str]:
     return [
         name
         for name, arm in plan.campaign.arms.items()
-        if {name, arm.role, arm.medium} & set(spec.arms)
+        if {name, arm.role, arm.medium} & set(spec.arms) and name != spec.baseline
     ]
 
 
@@ -195,10 +195,10 @@ def _gate(
         )
         for arm in _candidates(plan, spec):
             results += [_result(plan, spec, run, arm, level, checks) for level in levels]
-    reasons = []
-    if stopped is not None:
-        reasons.append(Reason(ReasonCode.GATE_NOT_REACHED, f"the run ended early: {stopped}"))
+    reasons = list(_incomplete(plan, gate, run, stopped))
     verdict = merge(result.verdict for result in results)
+    if reasons:
+        verdict = merge([verdict, Verdict.INCONCLUSIVE])
     share = _invalid_share(plan, run)
     if gate == "g3" and share > plan.profile.validity.invalid_share_max:
         verdict = merge([verdict, Verdict.INCONCLUSIVE])
@@ -206,6 +206,17 @@ def _gate(
         text = f"{share:.0%} of the measured trials are invalid; allowed: {allowed:.0%}"
         reasons.append(Reason(ReasonCode.TRIAL_INCOMPLETE, text))
     return GateVerdict(gate, verdict, tuple(results), tuple(reasons))
+
+
+def _incomplete(plan: Plan, gate: str, run: RunNumbers, stopped: str | None) -> Iterable[Reason]:
+    """A run that ended early, or lacks trials of its own plan, proves less than it planned."""
+    if stopped is not None:
+        yield Reason(ReasonCode.GATE_NOT_REACHED, f"the run ended early: {stopped}")
+    present = {n.id for n in run.trials}
+    missing = [f.id for f in plan.trials() if f.gate == gate and f.id not in present]
+    if missing:
+        text = f"{len(missing)} planned trials are missing, the first is {missing[0]}"
+        yield Reason(ReasonCode.GATE_NOT_REACHED, text)
 
 
 def _invalid_share(plan: Plan, run: RunNumbers) -> float:
@@ -265,14 +276,14 @@ def _blocking(
     level: int | None,
 ) -> Iterable[Reason]:
     """Reasons of failed checks that a comparison of two arms rests on, each code once."""
-    if spec.decide == "exact" and not spec.measure.startswith("fits"):
-        return []
+    if spec.decide == "exact":
+        return []  # oracles and controls carry their own conditions
     pair = pair_name(arm, baseline) if baseline else None
     cell = {
         n.id
         for n in run.trials
         if n.facts.arm in (arm, baseline)
-        and n.facts.workload in ("cold_recovery", "fits_in_hbm")
+        and n.facts.workload == "cold_recovery"
         and (level is None or n.facts.concurrency == level)
     }
     found: dict[ReasonCode, Reason] = {}

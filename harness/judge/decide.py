@@ -20,7 +20,7 @@ def decide(
     """Verdict and reasons. A measurement that is absent or too small never passes."""
     if measurement.value is None:
         why = str(measurement.detail.get("absent", "no measurement"))
-        code = ReasonCode.REFERENCE_UNSTABLE if "own repeat" in why else ReasonCode.NO_MEASUREMENT
+        code = ReasonCode(measurement.detail.get("code", ReasonCode.NO_MEASUREMENT.value))
         return Verdict.INCONCLUSIVE, (_reason(code, why, measurement),)
     if spec.decide != "point" and measurement.n < spec.min_n:
         text = f"n = {measurement.n}; needed: {spec.min_n}"
