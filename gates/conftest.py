@@ -16,30 +16,22 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from gates import plugin
 from harness import arms, store
 from harness.console import ConsoleObserver
 from harness.errors import HarnessError
 from harness.judge import criterion_ids
 from harness.judging import judge_directory, saved_plan
-from harness.plan import DEFAULT_CAMPAIGN, GATES, Plan, load_campaign, make_plan, read_model_config
+from harness.plan import GATES, Plan, load_campaign, make_plan, read_model_config
 from harness.run import CampaignRun, model_directory
 from harness.verdicts import CriterionResult, SignOff
+from reports.signoff import render_html
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options of the gates."""
-    group = parser.getgroup("kvgate")
-    group.addoption(
-        "--campaign",
-        default=DEFAULT_CAMPAIGN,
-        help=f"campaign file or name of a bundled one to run live (default: {DEFAULT_CAMPAIGN})",
-    )
-    group.addoption(
-        "--evidence", type=Path, default=None, metavar="RUN", help="judge this saved run instead"
-    )
-    group.addoption(
-        "--runs", type=Path, default=Path("runs"), help="where live runs go (default: runs)"
-    )
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """The options of `gates.plugin`, where the package runs from a checkout without installation."""
+    if not pluginmanager.has_plugin(plugin.NAME):
+        plugin.pytest_addoption(parser)
 
 
 RecordProperty = Callable[[str, object], None]
@@ -62,6 +54,8 @@ class _Session:
             self.run_path = evidence if evidence is not None else self._run_live()
             self.signoff = judge_directory(self.run_path)
             store.write_verdict(self.run_path, self.signoff)
+            provenance = store.read_provenance(self.run_path)
+            store.write_report(self.run_path, render_html(self.signoff, provenance))
         return self.signoff
 
     def _run_live(self) -> Path:
@@ -86,6 +80,8 @@ _KEY: pytest.StashKey[_Session] = pytest.StashKey()
 
 def pytest_configure(config: pytest.Config) -> None:
     """Reads the plan, which names the tests. Wrong input ends pytest with a usage error."""
+    for gate in GATES:
+        config.addinivalue_line("markers", f"{gate}: gate {gate[1:]} of a campaign")
     evidence: Path | None = config.getoption("--evidence")
     try:
         if evidence is not None:

@@ -79,6 +79,8 @@ class Server(_Section):
     cpu_cores: Positive | None = None
     port: Positive | None = None
     ready_deadline_s: Annotated[float, Field(gt=0)] = 300.0
+    request_deadline_s: Annotated[float, Field(gt=0)] = 600.0
+    answer_deadline_s: Annotated[float, Field(gt=0)] = 60.0
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -104,6 +106,8 @@ class Arm(_Section):
     declared: list[str] = []
     url: str | None = None
     api_key_env: str | None = None
+    api_key_file: str | None = None
+    verify_tls: bool = True
     served_model: str | None = None
 
     @model_validator(mode="after")
@@ -131,6 +135,8 @@ class Arm(_Section):
             )
         if self.kind == "url" and not self.url:
             raise ValueError("url: found none; kind = 'url' requires the server's address")
+        if self.api_key_env is not None and self.api_key_file is not None:
+            raise ValueError("found api_key_env and api_key_file; allowed: one of them")
         for key in ("args", "environment", "kv_transfer"):
             if self.kind == "url" and getattr(self, key):
                 raise ValueError(

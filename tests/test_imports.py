@@ -118,6 +118,8 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "harness.plan",
             "harness.run",
             "harness.store",
+            "gates.plugin",
+            "reports",
         },
         {"pytest", "rich"},
     ),

@@ -615,5 +615,20 @@ def test_a_model_path_that_is_missing_is_a_usage_error(
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_measure_that_nobody_computes_is_told_before_a_run(
+    empty_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _profile, text = load_criteria("cpu-demo")
+    criteria = tmp_path / "criteria.toml"
+    criteria.write_text(text.replace('measure = "ttft_reduction"', 'measure = "ttft"'))
+    path = tmp_path / "small.toml"
+    path.write_text(SMALL_CAMPAIGN)
+    assert main(["run", str(path), "--criteria", str(criteria)]) == 64
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert "criteria.ttft_reduction_vs_recompute.measure: found 'ttft'; allowed: " in lines[0]
+    assert not (tmp_path / "runs").exists()
+
+
 def test_every_gate_has_a_name() -> None:
     assert GATES == ("g1", "g3")

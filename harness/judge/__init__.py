@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from harness.analysis.cells import cells
-from harness.analysis.measures import Request, RunNumbers, measure
+from harness.analysis.measures import MEASURES, Request, RunNumbers, measure
 from harness.analysis.numbers import TrialNumbers
 from harness.judge.decide import decide
 from harness.judge.validity import (
@@ -104,6 +104,16 @@ def criterion_ids(plan: Plan, gate: str) -> list[str]:
                 scopes = _scopes(plan, spec, arm)
                 found += [f"{spec.id}[{scope}]" for scope in scopes]
     return found
+
+
+def unknown_measures(plan: Plan) -> list[str]:
+    """Problems of a criteria file that names measures nobody computes; known before a run."""
+    known = ", ".join(sorted(MEASURES))
+    return [
+        f"criteria.{spec.id}.measure: found {spec.measure!r}; allowed: {known}"
+        for spec in plan.profile.criteria.values()
+        if spec.measure not in MEASURES
+    ]
 
 
 def _scopes(plan: Plan, spec: CriterionSpec, arm: str) -> list[str]:
