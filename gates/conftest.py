@@ -23,13 +23,13 @@ from harness.errors import HarnessError
 from harness.judge import criterion_ids
 from harness.judging import judge_directory, saved_plan
 from harness.plan import GATES, Plan, load_campaign, make_plan, read_model_config
-from harness.run import CampaignRun, model_directory
+from harness.run import CampaignRun, clean_up_dead_runs, model_directory
 from harness.verdicts import CriterionResult, SignOff
 from reports.signoff import render_html
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """The options of `gates.plugin`, where the package runs from a checkout without installation."""
+    """The options of `gates.plugin`, where the package is used without being installed."""
     if not pluginmanager.has_plugin(plugin.NAME):
         plugin.pytest_addoption(parser)
 
@@ -65,10 +65,12 @@ class _Session:
         plan = make_plan(
             campaign, text, model_config=read_model_config(model_dir), gates=self.gates
         )
+        runs_root = self.config.getoption("--runs")
         with ConsoleObserver(Console(stderr=True)) as observer:
+            clean_up_dead_runs(runs_root, observer.note)
             return CampaignRun(
                 plan,
-                runs_root=self.config.getoption("--runs"),
+                runs_root=runs_root,
                 home=home,
                 model_dir=model_dir,
                 observer=observer,

@@ -1,7 +1,7 @@
 """Command line options of the gates, registered as a pytest plugin of the installed package.
 
-A conftest of a package is loaded too late for options when it is named by `--pyargs gates`; an entry
-point is not. Holds nothing else, because every pytest of the environment loads it.
+A conftest of a package is loaded too late for options when it is named by `--pyargs gates`; an
+entry point is not. Holds nothing else, because every pytest of the environment loads it.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ import argparse
 import logging
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,14 +15,17 @@ from rich.console import Console
 from rich.table import Table
 
 import harness
-from harness import arms, store
-from harness.console import ConsoleObserver
+from harness import arms, interrupts, store
+from harness.console import ConsoleObserver, SteadyStream, steady_console
 from harness.doctor import disk_bytes_needed, examine
-from harness.errors import EvidenceError, HarnessError, PlanError
+from harness.errors import EvidenceError, HarnessError, PlanError, StorageError
+from harness.judge import unknown_measures
 from harness.judging import judge_directory
 from harness.plan import DEFAULT_CAMPAIGN, GATES, Plan, load_campaign, make_plan, read_model_config
-from harness.run import CampaignRun, model_directory
+from harness.run import CampaignRun, clean_up_dead_runs, model_directory
+from harness.runs import list_runs, prune
 from harness.server.environment import is_ready, make_environment
+from harness.verbs import add_power_options, add_verbs, plan_power_lines
 from reports.signoff import render_html
 from reports.terminal import print_signoff
 
@@ -37,6 +41,7 @@ examples:
   kvgate run my.toml --gates g3       one gate of your own campaign
   kvgate judge runs/cpu-demo/20261130T120000Z
   kvgate report runs/cpu-demo/20261130T120000Z --locale zh
+  kvgate runs                         what is there, and in which state
 
 exit codes: 0 PASS, 1 STOP, 2 INCONCLUSIVE or NOT RUN, 64 usage, 70 internal error, 130 interrupted
 """
@@ -53,27 +58,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
     try:
-        return int(arguments.command(arguments))
+        with interrupts.handled(to_the_end=True):
+            return int(arguments.command(arguments))
     except PlanError as error:
-        for problem in error.problems:
-            print(f"kvgate: {problem}", file=sys.stderr)
+        _complain(*error.problems)
         return EXIT_USAGE
     except EvidenceError as error:  # the directory given is not a run, or not judged yet
-        print(f"kvgate: {error}", file=sys.stderr)
+        _complain(str(error))
         return EXIT_USAGE
     except HarnessError as error:
-        print(f"kvgate: {error}", file=sys.stderr)
+        _complain(str(error))
         return EXIT_INTERNAL
     except Exception:
         # A traceback's exit code would be 1, which means STOP.
-        traceback.print_exc()
-        print("kvgate: internal error, a defect of ours; please report it", file=sys.stderr)
+        _complain(
+            f"{traceback.format_exc()}kvgate: internal error, a defect of ours; please report it"
+        )
         return EXIT_INTERNAL
     except KeyboardInterrupt:
-        print(
-            "kvgate: interrupted; servers are stopped, what was recorded is kept", file=sys.stderr
-        )
+        _complain("interrupted; servers are stopped, what was recorded is kept")
         return EXIT_INTERRUPTED
+
+
+def _complain(*problems: str) -> None:
+    stream = SteadyStream(sys.stderr)  # a closed terminal must not change the exit code
+    for problem in problems:
+        stream.write(f"kvgate: {problem}\n")
+    stream.flush()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -120,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument(
             "--runs", type=Path, default=Path("runs"), help="where runs go; default runs/"
         )
+    add_power_options(verbs.choices["plan"])
     verbs.choices["run"].add_argument("--locale", choices=("en", "zh"), default="en")
 
     sub = verb(
@@ -131,10 +143,35 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("run", type=Path, metavar="RUN", help="run directory")
     sub.add_argument("--locale", choices=("en", "zh"), default="en", help="language of the page")
+    sub = verb(
+        "runs",
+        _runs,
+        "list runs and their state; prune removes old ones",
+        "kvgate runs prune --keep 5",
+    )
+    sub.add_argument(
+        "action", nargs="?", choices=("list", "prune"), default="list", help="default: list"
+    )
+    sub.add_argument(
+        "--runs", type=Path, default=Path("runs"), help="where runs are; default runs/"
+    )
+    sub.add_argument(
+        "--keep",
+        type=_count,
+        metavar="N",
+        help="prune: keep the newest N runs of each campaign; dead and live runs are never removed",
+    )
+    add_verbs(verb, _judge_and_report)
     verb(
         "setup", _setup, 'make the vLLM CPU environment that `python = "auto"` uses', "kvgate setup"
     )
     return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"found {text!r}; allowed: a number from 0 on")
+    return int(text)
 
 
 def _gates(text: str) -> list[str]:
@@ -158,12 +195,14 @@ def _make_plan(arguments: argparse.Namespace) -> tuple[Plan, Path]:
         criteria=arguments.criteria,
         label=str(arguments.campaign),
     )
+    if problems := unknown_measures(plan):
+        raise PlanError([f"{arguments.criteria}: {problem}" for problem in problems])
     return plan, model_dir
 
 
 def _plan(arguments: argparse.Namespace) -> int:
     plan, _model_dir = _make_plan(arguments)
-    console = Console()
+    console = steady_console()
     sizes, work = plan.sizes, plan.campaign.cold_recovery
     mib = 2**20
     facts = Table(
@@ -206,6 +245,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         )
         table.add_row(arm.name, arm.role, arm.medium or "-", f"{len(own)}: {', '.join(names)}")
     console.print(table)
+    for line in plan_power_lines(plan, arguments):
+        console.print(line, highlight=False, soft_wrap=True)
     return 0
 
 
@@ -232,7 +273,9 @@ def estimate_s(plan: Plan) -> float:
 def _run(arguments: argparse.Namespace) -> int:
     plan, model_dir = _make_plan(arguments)
     home = arms.default_home()
-    console = Console()
+    console = steady_console()
+    # First: what a dead run still holds would be missing below.
+    clean_up_dead_runs(arguments.runs, lambda text: console.print(text, markup=False))
     missing = [
         f for f in examine(plan, home=home, runs_root=arguments.runs) if f.required and not f.fine
     ]
@@ -250,10 +293,11 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _judge_and_report(path: Path, locale: str, console: Console) -> int:
     signoff = judge_directory(path)
-    verdict_path = store.write_verdict(path, signoff)
-    report_path = store.write_report(
-        path, render_html(signoff, store.read_provenance(path), locale=locale)
-    )
+    with _named_storage(path, "verdict"):
+        verdict_path = store.write_verdict(path, signoff)
+    with _named_storage(path, "report"):
+        html = render_html(signoff, store.read_provenance(path), locale=locale)
+        report_path = store.write_report(path, html)
     print_signoff(signoff, console)
     console.print(f"verdict {verdict_path}", highlight=False, soft_wrap=True)
     console.print(f"report  {report_path}", highlight=False, soft_wrap=True)
@@ -262,8 +306,9 @@ def _judge_and_report(path: Path, locale: str, console: Console) -> int:
 
 def _judge(arguments: argparse.Namespace) -> int:
     signoff = judge_directory(arguments.run)
-    verdict_path = store.write_verdict(arguments.run, signoff)
-    console = Console()
+    with _named_storage(arguments.run, "verdict"):
+        verdict_path = store.write_verdict(arguments.run, signoff)
+    console = steady_console()
     print_signoff(signoff, console)
     console.print(f"verdict {verdict_path}", highlight=False, soft_wrap=True)
     return signoff.verdict.exit_code
@@ -272,13 +317,45 @@ def _judge(arguments: argparse.Namespace) -> int:
 def _report(arguments: argparse.Namespace) -> int:
     signoff = store.read_verdict(arguments.run)
     html = render_html(signoff, store.read_provenance(arguments.run), locale=arguments.locale)
-    print(store.write_report(arguments.run, html))
+    with _named_storage(arguments.run, "report"):
+        page = store.write_report(arguments.run, html)
+    steady_console().print(str(page), markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+@contextmanager
+def _named_storage(path: Path, what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"{path}: the {what} cannot be written: {error.strerror}; the evidence is sealed and "
+            f"untouched; make the directory writable or free space, then `kvgate judge {path}` "
+            f"and `kvgate report {path}`"
+        ) from error
+
+
+def _runs(arguments: argparse.Namespace) -> int:
+    console = steady_console()
+    if arguments.action == "prune":
+        if arguments.keep is None:
+            raise PlanError(["runs prune: found no --keep; required: how many runs to keep"])
+        for path, size_bytes in prune(arguments.runs, keep=arguments.keep):
+            console.print(f"removed {path} ({size_bytes / 2**20:.1f} MiB)", highlight=False)
+        return 0
+    table = Table(title=f"runs under {arguments.runs}")
+    for column in ("campaign", "run", "state", "verdict", "size"):
+        table.add_column(column, justify="right" if column == "size" else "left")
+    for run in list_runs(arguments.runs):
+        size = f"{run.size_bytes / 2**20:.1f} MiB"
+        table.add_row(run.campaign, run.path.name, run.state.value, run.verdict or "-", size)
+    console.print(table)
     return 0
 
 
 def _setup(arguments: argparse.Namespace) -> int:
     home = arms.default_home()
-    console = Console()
+    console = steady_console()
     if is_ready(home):
         console.print("vLLM environment: ready", highlight=False)
         return 0
@@ -293,7 +370,7 @@ def _setup(arguments: argparse.Namespace) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     plan, _model_dir = _make_plan(arguments)
     findings = examine(plan, home=arms.default_home(), runs_root=arguments.runs)
-    console = Console()
+    console = steady_console()
     table = Table(title=f"doctor: {plan.campaign.name}")
     for column in ("", "what", "found", "needed", "what to do"):
         table.add_column(column)

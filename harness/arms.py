@@ -47,6 +47,7 @@ class LaunchSpec:
     environment: dict[str, str]
     ready_deadline_s: float
     port: int | None = None
+    kind: str = "vllm"
 
     def recorded_environment(self) -> dict[str, str]:
         """The allow-listed part, for evidence."""
@@ -79,6 +80,43 @@ def launch_spec(
     environment.
     """
     server = campaign.server
+    argv = (
+        _sim_argv(campaign, arm, model_dir=model_dir, allowed_cores=allowed_cores)
+        if arm.kind == "sim"
+        else _vllm_argv(campaign, arm, home=home, model_dir=model_dir, tier_dir=tier_dir)
+    )
+    environment = dict(inherited)
+    environment |= {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_SERVER_DEV_MODE": "1",  # POST /reset_prefix_cache, which makes the device cold
+        "PYTHONUNBUFFERED": "1",
+    }
+    cores = arm.cpu_cores or server.cpu_cores
+    if cores is not None:
+        # vLLM binds more OpenMP threads by itself when a connector is configured, which alone
+        # halves TTFT: the binding is fixed in every arm and read back from the log.
+        chosen = ",".join(str(core) for core in list(allowed_cores)[:cores])
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = chosen
+    environment |= server.environment | arm.environment
+    search = [str(import_path), *arm.python_path]
+    if environment.get("PYTHONPATH"):
+        search.append(environment["PYTHONPATH"])
+    environment["PYTHONPATH"] = os.pathsep.join(search)
+    return LaunchSpec(
+        arm=arm.name,
+        argv=tuple(argv),
+        environment=environment,
+        ready_deadline_s=server.ready_deadline_s,
+        port=server.port,
+        kind=arm.kind,
+    )
+
+
+def _vllm_argv(
+    campaign: Campaign, arm: Arm, *, home: Path, model_dir: Path, tier_dir: Path | None
+) -> list[str]:
+    server = campaign.server
     argv = [
         str(vllm_python(campaign, arm, home)),
         "-m",
@@ -105,32 +143,34 @@ def launch_spec(
     if arm.kv_transfer is not None:
         config = _fill(arm.kv_transfer, {"{tier_dir}": str(tier_dir)})
         argv += ["--kv-transfer-config", json.dumps(config, sort_keys=True)]
+    return argv
 
-    environment = dict(inherited)
-    environment |= {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_SERVER_DEV_MODE": "1",  # POST /reset_prefix_cache, which makes the device cold
-        "PYTHONUNBUFFERED": "1",
-    }
+
+def _sim_argv(
+    campaign: Campaign, arm: Arm, *, model_dir: Path, allowed_cores: Sequence[int]
+) -> list[str]:
+    """The command of a simulated server: one JSON, the campaign's ``sim`` tables first."""
+    server = campaign.server
     cores = arm.cpu_cores or server.cpu_cores
-    if cores is not None:
-        # vLLM binds more OpenMP threads by itself when a connector is configured, which alone
-        # halves TTFT: the binding is fixed in every arm and read back from the log.
-        chosen = ",".join(str(core) for core in list(allowed_cores)[:cores])
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = chosen
-    environment |= server.environment | arm.environment
-    search = [str(import_path), *arm.python_path]
-    if environment.get("PYTHONPATH"):
-        search.append(environment["PYTHONPATH"])
-    environment["PYTHONPATH"] = os.pathsep.join(search)
-    return LaunchSpec(
-        arm=arm.name,
-        argv=tuple(argv),
-        environment=environment,
-        ready_deadline_s=server.ready_deadline_s,
-        port=server.port,
-    )
+    config: dict[str, Any] = {"seed": campaign.seed, **server.sim, **arm.sim}
+    config["prefix_caching"] = arm.role != "recompute"
+    config["compute_threads"] = len(list(allowed_cores)[:cores])
+    config["medium"] = arm.medium
+    if server.block_tokens is not None:
+        config["block_tokens"] = server.block_tokens
+        if server.device_kv_tokens is not None:
+            config["device_blocks"] = server.device_kv_tokens // server.block_tokens
+    return [
+        sys.executable,
+        "-m",
+        "harness.sim",
+        "--config",
+        json.dumps(config, sort_keys=True),
+        "--model",
+        str(model_dir),
+        "--served-model-name",
+        SERVED_MODEL_NAME,
+    ]
 
 
 def link_package(directory: Path) -> Path:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TextIO, cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -14,6 +17,56 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from harness.plan import Arm
 from harness.records import TrialFacts
+
+
+class SteadyStream:
+    """A text stream that goes silent when its reader is gone.
+
+    A closed terminal or pipe must not end a run amid its orderly stop, nor change its exit code.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Writes, or does nothing once the reader is gone."""
+        with self._silenced():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flushes, or does nothing once the reader is gone."""
+        with self._silenced():
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        """Whether a person looks at it."""
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        """The descriptor below."""
+        return self._stream.fileno()
+
+    @property
+    def encoding(self) -> str:
+        """The encoding below."""
+        return self._stream.encoding
+
+    @contextlib.contextmanager
+    def _silenced(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError):
+            # What is still buffered would fail again when Python ends, with exit code 120.
+            with contextlib.suppress(OSError, ValueError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._stream.fileno())
+                os.close(nowhere)
+
+
+def steady_console(stream: TextIO | None = None) -> Console:
+    """A console on standard output that survives its terminal."""
+    return Console(file=cast(TextIO, SteadyStream(stream or sys.stdout)))
 
 
 class ConsoleObserver:

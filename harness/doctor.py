@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import resource
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -16,9 +18,14 @@ from pathlib import Path
 import psutil
 
 from harness.arms import allowed_cores, tier_root, vllm_python
-from harness.plan import Plan
+from harness.errors import ServerError
+from harness.plan import Arm, Plan
+from harness.server.access import read_secret
+from harness.space import evidence_bytes, tier_bytes
 
 GIB = 2**30
+CHECK_DEADLINE_S = 60
+_PR_SET_PDEATHSIG = 1
 # One CPU server with the demo model holds 2 to 3 GiB in three processes; measured, rounded up.
 SERVER_MEMORY_BYTES = 4 * GIB
 
@@ -40,13 +47,17 @@ def examine(plan: Plan, *, home: Path, runs_root: Path) -> list[Finding]:
     return [
         _python(),
         *_vllm(plan, home),
+        *_keys(plan),
         _memory(plan),
+        _writable("runs directory", runs_root, "give another directory with --runs"),
+        *_tier_roots(plan),
         _disk(plan, runs_root),
         *_direct_io(plan, runs_root),
         _cores(plan),
         _shared_memory(),
         _open_files(),
         _loopback(),
+        *_port(plan),
     ]
 
 
@@ -64,14 +75,32 @@ def _vllm(plan: Plan, home: Path) -> Iterator[Finding]:
     for python in sorted(pythons):
         found, fine = "no interpreter there", False
         if Path(python).is_file():
-            code = "import importlib.util as u; print(u.find_spec('vllm') is not None)"
-            result = subprocess.run(
-                [python, "-c", code], capture_output=True, text=True, timeout=60
-            )
-            fine = result.stdout.strip() == "True"
-            found = "vllm is installed" if fine else "no vllm in that environment"
+            fine, found = _has_vllm(python)
         remedy = "run `kvgate setup`, or set server.python in the campaign"
         yield Finding("vllm", found, f"vllm importable by {python}", fine, True, remedy)
+
+
+def _has_vllm(python: str) -> tuple[bool, str]:
+    code = "import importlib.util as u; print(u.find_spec('vllm') is not None)"
+    try:
+        result = subprocess.run(
+            [python, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=CHECK_DEADLINE_S,
+            preexec_fn=_die_with_parent,
+        )
+    except subprocess.TimeoutExpired:
+        return False, f"the interpreter gave no answer in {CHECK_DEADLINE_S} s"
+    except OSError as error:
+        return False, f"the interpreter cannot be run: {error.strerror}"
+    fine = result.stdout.strip() == "True"
+    return fine, "vllm is installed" if fine else "no vllm in that environment"
+
+
+def _die_with_parent() -> None:
+    """In the child: the kernel kills it when we are gone, also after kill -9."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _memory(plan: Plan) -> Finding:
@@ -90,16 +119,13 @@ def _memory(plan: Plan) -> Finding:
 
 def disk_bytes_needed(plan: Plan) -> int:
     """Bytes of tier files and evidence a run writes; tier files are removed as each arm ends."""
-    disk_arms = [a for a in plan.campaign.arms.values() if a.medium == "disk"]
-    # Measured, warm-up, arrival and control sessions all leave their blocks on the medium.
-    work = plan.campaign.cold_recovery
-    sessions = work.sessions + work.levels[-1] + 3
-    files = sessions * plan.sizes.session_kv_bytes if disk_arms else 0
-    return int(files * 1.05) + 200 * 2**20
+    return tier_bytes(plan) + evidence_bytes(plan)
 
 
 def _disk(plan: Plan, runs_root: Path) -> Finding:
-    needed = disk_bytes_needed(plan)
+    needed = evidence_bytes(plan)
+    if any(arm.tier_root is None for arm in _disk_arms(plan)):
+        needed += tier_bytes(plan)
     free = shutil.disk_usage(_existing(runs_root)).free
     return Finding(
         "disk",
@@ -109,6 +135,60 @@ def _disk(plan: Plan, runs_root: Path) -> Finding:
         True,
         "free space, or give another directory with --runs",
     )
+
+
+def _disk_arms(plan: Plan) -> list[Arm]:
+    arms = plan.campaign.arms.values()
+    return [arm for arm in arms if arm.medium == "disk" and arm.kind == "vllm"]
+
+
+def _tier_roots(plan: Plan) -> Iterator[Finding]:
+    """Tier files on a medium of their own: is it there, can it be written, has it room?"""
+    for root in sorted({arm.tier_root for arm in _disk_arms(plan) if arm.tier_root}):
+        path = tier_root(root)
+        if not path.is_dir():
+            remedy = "mount the medium or make the directory; set tier_root in the campaign"
+            needed = f"a directory at tier_root {path}"
+            yield Finding("tier root", "no such directory", needed, False, True, remedy)
+            continue
+        yield _writable("tier root", path, "set tier_root in the campaign to another directory")
+        free, wanted = shutil.disk_usage(path).free, tier_bytes(plan)
+        yield Finding(
+            "tier space",
+            f"{free / GIB:.1f} GiB free",
+            f">= {wanted / GIB:.1f} GiB under {path}",
+            free >= wanted,
+            True,
+            "free space, or ask for fewer sessions",
+        )
+
+
+def _writable(name: str, directory: Path, remedy: str) -> Finding:
+    """Whether a file can be made in a directory, or in what exists of the way to it."""
+    existing = _existing(directory)
+    needed = f"a directory that can be written at {directory}"
+    probe = existing / f".kvgate-probe-{os.getpid()}"
+    try:
+        probe.touch(exist_ok=False)
+        probe.unlink()
+    except OSError as error:
+        found = f"{existing}: {error.strerror}"
+        return Finding(name, found, needed, False, True, remedy)
+    return Finding(name, "can be written", needed, True, True, remedy)
+
+
+def _keys(plan: Plan) -> Iterator[Finding]:
+    for arm in plan.campaign.arms.values():
+        if arm.api_key_env is None and arm.api_key_file is None:
+            continue
+        found = "readable"
+        try:
+            read_secret(arm.api_key_env, arm.api_key_file)
+        except ServerError as error:
+            found = str(error)
+        remedy = "set the variable, or write the key into the file"
+        needed = f"the key of arms.{arm.name}"
+        yield Finding("API key", found, needed, found == "readable", True, remedy)
 
 
 def _direct_io(plan: Plan, runs_root: Path) -> Iterator[Finding]:
@@ -167,6 +247,21 @@ def _loopback() -> Finding:
         return Finding("loopback", "a port can be bound", "127.0.0.1", True, True)
     except OSError as error:
         return Finding("loopback", str(error), "127.0.0.1", False, True)
+
+
+def _port(plan: Plan) -> Iterator[Finding]:
+    """A fixed port must be free now; without one each server gets a free one."""
+    port = plan.campaign.server.port
+    if port is None:
+        return
+    found, remedy = "free", "stop what uses it, or leave server.port out to get a free one"
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+    except OSError as error:
+        found = f"taken: {error.strerror}"
+    yield Finding("server.port", found, f"port {port} free", found == "free", True, remedy)
 
 
 def _existing(path: Path) -> Path:

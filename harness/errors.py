@@ -4,8 +4,10 @@
     ├── PlanError            campaign, criteria or command line: exit 64
     ├── ServerError          a server under test could not be used
     │   ├── StartTimeout
-    │   └── ServerExited
+    │   ├── ServerExited
+    │   └── ServerSilent
     ├── LoadError            the load client itself failed
+    ├── StorageError         a disk refused what had to be written
     └── EvidenceError        saved evidence cannot be used
         ├── Unsealed
         └── DigestMismatch
@@ -38,6 +40,14 @@ class StartTimeout(ServerError):
 
 class ServerExited(ServerError):
     """The server process ended by itself."""
+
+
+class ServerSilent(ServerError):
+    """The server lives and does not answer within its deadline."""
+
+
+class StorageError(HarnessError):
+    """A disk refused evidence, a verdict or a report; what was sealed before is untouched."""
 
 
 class LoadError(HarnessError):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from harness.analysis import measure_run
 from harness.errors import DigestMismatch, EvidenceError, PlanError, Unsealed
-from harness.judge import judge_run, unjudgeable
-from harness.plan import Plan, parse_campaign, parse_criteria
+from harness.judge import judge_run, unjudgeable, unknown_measures
+from harness.plan import GATES, Plan, parse_campaign, parse_criteria
 from harness.records import RecordError
 from harness.store import RunEvidence, open_run
 from harness.verdicts import ReasonCode, SignOff
@@ -23,7 +25,13 @@ def judge_directory(path: Path) -> SignOff:
     try:
         run = open_run(path)
         plan = plan_of(run)
+        misnamed = [t.path.name for t in run.trials if t.path.name != t.id]
+        if misnamed:
+            raise EvidenceError(f"trials/{misnamed[0]}/trial.json: describes another trial")
         numbers = measure_run(plan, run.trials)
+        mixed = [n.id for n in numbers if n.is_imported is not plan.campaign.is_imported]
+        if mixed:
+            raise EvidenceError(f"trials/{mixed[0]}: imported and measured trials in one run")
         return judge_run(
             plan, numbers, plan_record=run.plan, stopped=run.stopped, evidence_digest=run.digest
         )
@@ -42,16 +50,44 @@ def judge_directory(path: Path) -> SignOff:
 
 
 def plan_of(run: RunEvidence) -> Plan:
-    """The plan as it was saved with the evidence; today's bundled criteria play no part."""
+    """The plan as it was saved with the evidence; today's bundled criteria play no part.
+
+    Raises PlanError or EvidenceError, naming the file.
+    """
     campaign = parse_campaign(run.campaign_text)
-    return Plan(
+    record: Any = run.plan
+    problems = list(_plan_problems(record))
+    if problems:
+        raise EvidenceError("\n".join(f"plan.json: {problem}" for problem in problems))
+    plan = Plan(
         campaign=campaign,
         campaign_text=run.campaign_text,
         profile=parse_criteria(run.criteria_text, campaign.profile),
         criteria_text=run.criteria_text,
-        model_config=run.plan["model"]["config"],
-        gates=tuple(run.plan["gates"]),
+        model_config=record["model"]["config"],
+        gates=tuple(record["gates"]),
     )
+    unknown = sorted(set(campaign.criteria) - set(plan.profile.criteria))
+    problems = [f"campaign.toml: criteria.{name}: no such criterion" for name in unknown]
+    problems += [f"criteria.toml: {problem}" for problem in unknown_measures(plan)]
+    if problems:
+        raise PlanError(problems)
+    return plan
+
+
+def _plan_problems(record: Any) -> Iterator[str]:
+    """What of plan.json the judge reads and does not find."""
+    if not isinstance(record, dict):
+        yield f"expected an object, found {type(record).__name__}"
+        return
+    model = record.get("model")
+    if not isinstance(model, dict) or not isinstance(model.get("config"), dict):
+        yield "model.config: expected an object"
+    gates = record.get("gates")
+    if not isinstance(gates, list) or not gates or any(gate not in GATES for gate in gates):
+        yield f"gates: found {gates!r}; allowed: {', '.join(GATES)}"
+    elif len(set(gates)) != len(gates):
+        yield f"gates: found {gates!r}; allowed: none twice"
 
 
 def saved_plan(path: Path) -> Plan | None:

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from harness.errors import PlanError
 from harness.model import ModelArchitecture
 from harness.records import TrialFacts
+from harness.sim.config import campaign_problem
 from harness.verdicts import ReasonCode
 
 Gate = Literal["g1", "g3"]
@@ -81,11 +82,14 @@ class Server(_Section):
     ready_deadline_s: Annotated[float, Field(gt=0)] = 300.0
     request_deadline_s: Annotated[float, Field(gt=0)] = 600.0
     answer_deadline_s: Annotated[float, Field(gt=0)] = 60.0
+    sim: dict[str, Any] = {}
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.device_kv_tokens is not None and self.block_tokens is None:
             raise ValueError("device_kv_tokens needs block_tokens")
+        if self.sim and (problem := campaign_problem(self.sim)):
+            raise ValueError(f"sim: {problem}")
         return self
 
 
@@ -93,7 +97,7 @@ class Arm(_Section):
     """One server configuration. ``declared`` lists the effective keys in which it may differ."""
 
     name: str = ""
-    kind: Literal["vllm", "url"] = "vllm"
+    kind: Literal["vllm", "url", "imported", "sim"] = "vllm"
     role: Literal["recompute", "hbm_only", "tiered"]
     medium: Literal["host", "disk"] | None = None
     python: str | None = None
@@ -109,6 +113,7 @@ class Arm(_Section):
     api_key_file: str | None = None
     verify_tls: bool = True
     served_model: str | None = None
+    sim: dict[str, Any] = {}
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -135,12 +140,18 @@ class Arm(_Section):
             )
         if self.kind == "url" and not self.url:
             raise ValueError("url: found none; kind = 'url' requires the server's address")
+        if self.sim and self.kind != "sim":
+            raise ValueError(f"found sim; allowed with kind = 'sim' only, found {self.kind!r}")
+        if self.sim and (problem := campaign_problem(self.sim)):
+            raise ValueError(f"sim: {problem}")
+        if self.kind == "sim" and (self.args or self.kv_transfer):
+            raise ValueError("found args or kv_transfer; kind = 'sim' takes a sim table instead")
         if self.api_key_env is not None and self.api_key_file is not None:
             raise ValueError("found api_key_env and api_key_file; allowed: one of them")
         for key in ("args", "environment", "kv_transfer"):
-            if self.kind == "url" and getattr(self, key):
+            if self.kind in ("url", "imported") and getattr(self, key):
                 raise ValueError(
-                    f"found {key}; allowed with kind = 'vllm' only: kind = 'url' is run by "
+                    f"found {key}; allowed with kind = 'vllm' only: kind = {self.kind!r} is run by "
                     "somebody else"
                 )
         return self
@@ -214,6 +225,17 @@ class Campaign(_Section):
             return {**value, "arms": arms}
         return value
 
+    @model_validator(mode="after")
+    def _imported_alone(self) -> Self:
+        if len({arm.kind == "imported" for arm in self.arms.values()}) > 1:
+            raise ValueError("arms: found kind = 'imported' beside others; allowed: all or none")
+        return self
+
+    @property
+    def is_imported(self) -> bool:
+        """True when every arm is rows of a published table: nothing was run, nothing can be."""
+        return all(arm.kind == "imported" for arm in self.arms.values())
+
 
 # --- criteria ---------------------------------------------------------------
 
@@ -268,9 +290,16 @@ class Profile(_Section):
     label: str
     minimum_repetitions: Positive
     working_set_ratio_min: float
+    looks: list[Annotated[int, Field(gt=1)]] = []
     validity: ValidityBounds
     criteria: dict[str, CriterionSpec]
     not_tested: list[str] = []
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.looks != sorted(set(self.looks)):
+            raise ValueError(f"looks: found {self.looks}; allowed: ascending, none twice")
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -354,7 +383,9 @@ def _read(source: str | Path, folder: str, what: str) -> tuple[str, str]:
 def _toml(text: str, label: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise PlanError([f"{label}: not TOML: nested too deep"]) from None
+    except ValueError as error:  # TOMLDecodeError, and an integer or date that Python cannot hold
         raise PlanError([f"{label}: not TOML: {error}"]) from error
 
 
@@ -481,6 +512,12 @@ class Plan:
             cached_tokens_per_session=(work.prompt_tokens - 1) // block * block,
         )
 
+    @property
+    def looks(self) -> tuple[int, ...]:
+        """Repetitions at which this plan decides; empty: once, over all of them."""
+        planned = self.campaign.cold_recovery.repetitions
+        return tuple(look for look in self.profile.looks if look <= planned)
+
     def trials(self) -> Iterator[TrialFacts]:
         """All trials in the order they run: arm by arm, because a demo starts each server once."""
         index = 0
@@ -554,7 +591,15 @@ def _impossible(plan: Plan) -> Iterator[str]:
             f"criteria.{name}: found no such criterion in profile {campaign.profile}; "
             f"allowed: {known}"
         )
-    if work.repetitions < profile.minimum_repetitions:
+    if campaign.is_imported:
+        yield "arms: found kind = 'imported'; allowed only in what `kvgate import` writes"
+    if profile.looks and work.repetitions not in profile.looks:
+        looks = ", ".join(map(str, profile.looks))
+        yield (
+            f"cold_recovery.repetitions: found {work.repetitions}; allowed: a look of profile "
+            f"{campaign.profile}: {looks}"
+        )
+    elif work.repetitions < profile.minimum_repetitions:
         yield (
             f"cold_recovery.repetitions: found {work.repetitions}; profile {campaign.profile} "
             f"needs at least {profile.minimum_repetitions}"

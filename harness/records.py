@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import hashlib
 import json
 import math
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -28,36 +30,74 @@ class RecordError(ValueError):
 class Record:
     """Mixin of all records: strict JSON in both directions."""
 
+    __slots__ = ()
+
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; tuples become lists and enums their value."""
         assert dataclasses.is_dataclass(self)
-        return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        return {
+            f.name: _plain(getattr(self, f.name))
+            for f in dataclasses.fields(self)
+            if not (f.metadata.get(_LATER) and getattr(self, f.name) == f.default)
+        }
 
     @classmethod
     def from_json(cls, value: Any) -> Self:
         """Raises RecordError naming the record and the key."""
+        shape = _SHAPES.get(cls) or _SHAPES.setdefault(cls, _shape(cls))
         if not isinstance(value, dict):
             raise RecordError(f"{cls.__name__}: expected an object, found {type(value).__name__}")
-        hints = _hints(cls)
-        unknown = sorted(set(value) - set(hints))
+        if value.keys() != shape.names:
+            value = shape.completed(cls.__name__, value)
+        return cls(*[read(value[name]) for name, read in shape.readers])
+
+
+_LATER = "later"
+
+
+def later(default: Any) -> Any:
+    """A field that the first version of a format did not have.
+
+    It is left out of the JSON at its default, so that values which do not use it keep their bytes,
+    and may be missing when it is read. Every other key must be there.
+    """
+    return field(default=default, metadata={_LATER: True})
+
+
+# Reads one JSON value or raises RecordError.
+_Reader = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """How to read a record: made once per class, because a run holds millions of records."""
+
+    names: frozenset[str]
+    readers: tuple[tuple[str, _Reader], ...]
+    defaults: dict[str, Any]
+
+    def completed(self, record: str, value: dict[str, Any]) -> dict[str, Any]:
+        """The value with later fields filled in. Raises RecordError on an unknown, missing key."""
+        unknown = sorted(value.keys() - self.names)
         if unknown:
-            raise RecordError(f"{cls.__name__}: unknown key {unknown[0]!r}")
-        arguments = {}
-        for f in dataclasses.fields(cls):  # type: ignore[arg-type]
-            if f.name in value:
-                arguments[f.name] = _typed(value[f.name], hints[f.name], f"{cls.__name__}.{f.name}")
-            elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
-                raise RecordError(f"{cls.__name__}: missing key {f.name!r}")
-        return cls(**arguments)
+            raise RecordError(f"{record}: unknown key {unknown[0]!r}")
+        missing = [n for n, _ in self.readers if n not in value and n not in self.defaults]
+        if missing:
+            raise RecordError(f"{record}: missing key {missing[0]!r}")
+        return {**self.defaults, **value}
 
 
-_HINTS: dict[type, dict[str, Any]] = {}
+_SHAPES: dict[type, _Shape] = {}
 
 
-def _hints(cls: type) -> dict[str, Any]:
-    if cls not in _HINTS:
-        _HINTS[cls] = typing.get_type_hints(cls)
-    return _HINTS[cls]
+def _shape(cls: Any) -> _Shape:
+    hints = typing.get_type_hints(cls)
+    fields = dataclasses.fields(cls)
+    return _Shape(
+        names=frozenset(f.name for f in fields),
+        readers=tuple((f.name, _reader(hints[f.name], f"{cls.__name__}.{f.name}")) for f in fields),
+        defaults={f.name: _plain(f.default) for f in fields if f.metadata.get(_LATER)},
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -72,45 +112,118 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _typed(value: Any, hint: Any, where: str) -> Any:
+def _reader(hint: Any, where: str) -> _Reader:
+    """A function that reads values of a type; ``where`` names the key in its errors."""
     origin = typing.get_origin(hint)
     if hint is Any:
-        return value
+        return functools.partial(_finite, where=where)
     if origin in (types.UnionType, typing.Union):
-        options = typing.get_args(hint)
-        if value is None and type(None) in options:
-            return None
-        for option in options:
-            if option is not type(None):
-                try:
-                    return _typed(value, option, where)
-                except RecordError:
-                    continue
-        raise RecordError(f"{where}: {value!r} is none of {hint}")
+        return _union_reader(hint, where)
     if origin is tuple:
+        return _list_reader(typing.get_args(hint)[0], where)
+    if origin is dict:
+        key, item = (_reader(part, where) for part in typing.get_args(hint))
+
+        def read_dict(value: Any) -> Any:
+            if not isinstance(value, dict):
+                raise RecordError(f"{where}: expected an object, found {type(value).__name__}")
+            return {key(k): item(v) for k, v in value.items()}
+
+        return read_dict
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        members = {member.value: member for member in hint}
+        allowed = ", ".join(str(name) for name in members)
+
+        def read_enum(value: Any) -> Any:
+            if not isinstance(value, str) or value not in members:
+                raise RecordError(f"{where}: {value!r} is not one of {allowed}")
+            return members[value]
+
+        return read_enum
+    if isinstance(hint, type) and issubclass(hint, Record):
+        return hint.from_json
+    return _scalar_reader(hint, where)
+
+
+def _union_reader(hint: Any, where: str) -> _Reader:
+    options = typing.get_args(hint)
+    optional = type(None) in options
+    readers = [_reader(option, where) for option in options if option is not type(None)]
+
+    def read_union(value: Any) -> Any:
+        if value is None and optional:
+            return None
+        for read in readers:
+            try:
+                return read(value)
+            except RecordError:
+                continue
+        raise RecordError(f"{where}: {value!r} is none of {hint}")
+
+    return read_union
+
+
+def _list_reader(hint: Any, where: str) -> _Reader:
+    read = _reader(hint, where)
+    kinds = {hint}
+
+    def all_fine(values: list[Any]) -> bool:
+        if hint is int:
+            return bool(min(values) >= -_INT_MAX and max(values) <= _INT_MAX)
+        return all(map(math.isfinite, values))
+
+    def read_list(value: Any) -> Any:
         if not isinstance(value, list):
             raise RecordError(f"{where}: expected a list, found {type(value).__name__}")
-        item_hint = typing.get_args(hint)[0]
-        return tuple(_typed(item, item_hint, where) for item in value)
-    if origin is dict:
-        if not isinstance(value, dict):
-            raise RecordError(f"{where}: expected an object, found {type(value).__name__}")
-        key_hint, item_hint = typing.get_args(hint)
-        return {_typed(k, key_hint, where): _typed(v, item_hint, where) for k, v in value.items()}
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        try:
-            return hint(value)
-        except ValueError as error:
-            allowed = ", ".join(str(member.value) for member in hint)
-            raise RecordError(f"{where}: {value!r} is not one of {allowed}") from error
-    if isinstance(hint, type) and issubclass(hint, Record):
-        return hint.from_json(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise RecordError(f"{where}: expected {hint.__name__}, found {value!r}")
-    if hint is float and not math.isfinite(value):
+        # Token ids and stamps: all of one plain type, read without a call per item.
+        if hint in (int, float) and set(map(type, value)) == kinds and all_fine(value):
+            return tuple(value)
+        return tuple([read(item) for item in value])
+
+    return read_list
+
+
+def _scalar_reader(hint: type, where: str) -> _Reader:
+    def read_int(value: Any) -> Any:
+        if type(value) is not int:
+            raise RecordError(f"{where}: expected int, found {value!r}")
+        if not -_INT_MAX <= value <= _INT_MAX:
+            raise RecordError(f"{where}: expected an integer of 64 bits, found a larger one")
+        return value
+
+    def read_float(value: Any) -> Any:
+        if type(value) is int and -_INT_MAX <= value <= _INT_MAX:
+            return float(value)
+        if type(value) is not float:
+            raise RecordError(f"{where}: expected float, found {value!r}")
+        if not math.isfinite(value):
+            raise RecordError(f"{where}: expected a finite number, found {value!r}")
+        return value
+
+    def read_other(value: Any) -> Any:
+        if type(value) is not hint:
+            raise RecordError(f"{where}: expected {hint.__name__}, found {value!r}")
+        return value
+
+    return {int: read_int, float: read_float}.get(hint, read_other)
+
+
+# Stamps are nanoseconds in 64 bits; a longer integer is damage, and floats cannot hold it.
+_INT_MAX = 2**63 - 1
+_DEPTH_MAX = 32
+
+
+def _finite(value: Any, *, where: str, depth: int = 0) -> Any:
+    """A free-form value as it is. Raises RecordError on what no verdict file could hold."""
+    if isinstance(value, float) and not math.isfinite(value):
         raise RecordError(f"{where}: expected a finite number, found {value!r}")
+    if type(value) is int and not -_INT_MAX <= value <= _INT_MAX:
+        raise RecordError(f"{where}: expected an integer of 64 bits, found a larger one")
+    if isinstance(value, (dict, list)):
+        if depth == _DEPTH_MAX:
+            raise RecordError(f"{where}: nested more than {_DEPTH_MAX} deep")
+        for item in value.values() if isinstance(value, dict) else value:
+            _finite(item, where=where, depth=depth + 1)
     return value
 
 
@@ -119,7 +232,10 @@ def parse_json(text: str) -> Any:
 
     Raises ValueError.
     """
-    return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_repeats)
+    try:
+        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_repeats)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
 
 
 def _no_constant(name: str) -> float:
@@ -226,7 +342,7 @@ class ErrorKind(enum.Enum):
     CANCELLED = "cancelled"  # the harness stopped
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RequestRecord(Record):
     """One request as it happened. Stamps are monotonic nanoseconds; None: never happened.
 
@@ -273,7 +389,7 @@ class RequestRecord(Record):
 # --- what the collectors and the orchestration saw --------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class MetricSample(Record):
     """One reading. ``value`` None: the source was asked and had no such series (see ``error``).
 

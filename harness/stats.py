@@ -6,6 +6,7 @@ platform's libm never show. +infinity (a failed request) is kept, never dropped.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -79,7 +80,16 @@ def paired_effect(
         raise ValueError("a baseline repetition is not a positive finite number")
     if any(not value > 0 for value in candidate):
         raise ValueError("a candidate repetition is not positive")
-    ratios = tuple(c / b for c, b in zip(candidate, baseline, strict=True))
+    return ratio_effect(
+        [c / b for c, b in zip(candidate, baseline, strict=True)], confidence=confidence
+    )
+
+
+def ratio_effect(values: Sequence[float], *, confidence: float = 0.95) -> Effect:
+    """Effect of the ratios of paired repetitions, all above 0. Raises ValueError on none."""
+    if not values or any(not value > 0 for value in values):
+        raise ValueError(f"{len(values)} ratios, or one that is not positive")
+    ratios = tuple(values)
     if any(math.isinf(ratio) for ratio in ratios):
         return Effect(math.inf, ratios, None, None, confidence)
     logs = [math.log(ratio) for ratio in ratios]
@@ -93,6 +103,7 @@ def paired_effect(
     )
 
 
+@functools.lru_cache(maxsize=1024)
 def t_quantile(p: float, degrees: int) -> float:
     """Quantile of Student's t for 0.5 <= p < 1, by bisection on the distribution function.
 

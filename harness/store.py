@@ -8,17 +8,22 @@ nothing. Layout and formats: docs/evidence.md.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from harness.errors import DigestMismatch, EvidenceError, Unsealed
+from harness.lines import LineReader, integers
 from harness.records import (
     EVIDENCE_FORMAT,
     Event,
@@ -36,6 +41,14 @@ from harness.verdicts import JUDGE_VERSION, SignOff
 
 PLAN_FILES = ("campaign.toml", "criteria.toml", "plan.json", "provenance.json")
 _AFTER_SEALING = ("verdicts", "report")
+# Never evidence, never read here: see harness/ownership.py. A harness killed between the seal and
+# its last step leaves it.
+_OUTSIDE = ("scratch",)
+# What `write_atomic` leaves when the harness is killed inside it.
+_PARTIAL = re.compile(r"\.[\w.-]+\.\d+")
+_LINES = ("schedule.jsonl", "samples.jsonl", "events.jsonl")
+# Freed when the disk is full, so that what was recorded can still be sealed.
+BALLAST_BYTES = 8 * 2**20
 _Kind = TypeVar("_Kind", bound=Record)
 
 
@@ -50,6 +63,26 @@ class TrialWriter:
         self.facts = facts
         path.mkdir(parents=True)
         write_atomic(path / "trial.json", canonical_json(facts))
+
+    @classmethod
+    def resume(cls, path: Path) -> Self:
+        """A writer for the trial that a dead harness left, to seal it. Raises EvidenceError.
+
+        Lines that were cut in writing are cut off: they are no records.
+        """
+        writer = cls.__new__(cls)
+        writer.path = path
+        writer.facts = _parse(path / "trial.json", TrialFacts)
+        _remove_partials(path)
+        for name in _LINES:
+            if (path / name).is_file():
+                _cut_torn_line(path / name)
+        return writer
+
+    @property
+    def is_sealed(self) -> bool:
+        """True once nothing can be added."""
+        return (self.path / "manifest.json").is_file()
 
     def requests_path(self, phase: str) -> Path:
         """Where the load client records the requests of one phase, line by line."""
@@ -76,18 +109,25 @@ class TrialWriter:
         write_atomic(self.path / "server.json", canonical_json(facts))
 
     def set_figures(self, figures: dict[str, Any]) -> None:
-        """Replaces the trial's figures, known only once the trial has run."""
+        """Replaces the trial's figures of the plan."""
         self.facts = TrialFacts.from_json({**self.facts.to_json(), "figures": figures})
         write_atomic(self.path / "trial.json", canonical_json(self.facts))
 
     def seal(self) -> str:
-        """Merges the request files, writes the manifest; returns its digest."""
+        """Merges the request files, writes the manifest; returns its digest.
+
+        May be called again after it failed or was killed: the merged file appears whole, and only
+        then its parts go.
+        """
         parts = sorted(self.path.glob("requests-*.part"))
-        text = "".join(part.read_text(encoding="utf-8") for part in parts)
-        write_atomic(self.path / "requests.jsonl", text)
+        if not (self.path / "requests.jsonl").is_file():
+            for part in parts:
+                _cut_torn_line(part)
+            text = "".join(part.read_text(encoding="utf-8") for part in parts)
+            write_atomic(self.path / "requests.jsonl", text)
         for part in parts:
             part.unlink()
-        for name in ("schedule.jsonl", "samples.jsonl", "events.jsonl"):
+        for name in _LINES:
             (self.path / name).touch()
         files = {p.name: _file_facts(p) for p in sorted(self.path.iterdir())}
         manifest = canonical_json({"format": EVIDENCE_FORMAT, "files": files})
@@ -95,9 +135,15 @@ class TrialWriter:
         return _sha256(manifest.encode())
 
     def _append(self, name: str, records: Iterable[Record]) -> None:
-        with (self.path / name).open("a", encoding="ascii") as file:
-            for record in records:
-                file.write(canonical_json(record) + "\n")
+        path = self.path / name
+        content = "".join(canonical_json(record) + "\n" for record in records).encode("ascii")
+        size_bytes = path.stat().st_size if path.exists() else 0
+        try:
+            with path.open("ab", buffering=0) as file:
+                write_bytes(file.fileno(), content)
+        except OSError:
+            os.truncate(path, size_bytes)  # a full disk takes half a line
+            raise
 
 
 class RunWriter:
@@ -109,12 +155,66 @@ class RunWriter:
         self.path.mkdir(parents=True)
         (self.path / "trials").mkdir()
 
+    @classmethod
+    def resume(cls, path: Path) -> Self:
+        """A writer for a run directory that is there, to seal it."""
+        writer = cls.__new__(cls)
+        writer.path = path
+        return writer
+
     @property
     def scratch(self) -> Path:
-        """Logs and tier files while the run lasts; not evidence, removed before sealing."""
+        """Logs, tier files and the lock while the run lasts; not evidence, removed at its end."""
         path = self.path / "scratch"
         path.mkdir(exist_ok=True)
         return path
+
+    def reserve(self) -> None:
+        """Takes disk space that `free_reserve` gives back when the disk is full. Raises OSError."""
+        with (self.scratch / "ballast").open("wb") as file:
+            # Random: a file system that compresses would reserve nothing for zeros.
+            file.write(os.urandom(BALLAST_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def free_reserve(self) -> None:
+        """Gives the reserved space back."""
+        (self.path / "scratch" / "ballast").unlink(missing_ok=True)
+
+    @property
+    def is_sealed(self) -> bool:
+        """True once the run cannot change any more."""
+        return (self.path / "seal.json").is_file()
+
+    @property
+    def is_planned(self) -> bool:
+        """True once everything is there that was fixed before the first trial."""
+        return all((self.path / name).is_file() for name in PLAN_FILES)
+
+    def seal_open_trials(self, why: str, log_of: Callable[[str], str]) -> list[str]:
+        """Seals each trial that is still open with what it recorded; returns their ids.
+
+        ``why`` marks such a trial as ended early; ``log_of`` gives the server's log by arm. A
+        directory in which nothing was recorded yet is removed.
+        """
+        found = []
+        _remove_partials(self.path)
+        for path in sorted((self.path / "trials").iterdir()):
+            if (path / "manifest.json").is_file():
+                continue
+            if not (path / "trial.json").is_file():
+                _remove_partials(path)
+                path.rmdir()
+                continue
+            writer = TrialWriter.resume(path)
+            writer.add_event(
+                Event(time.monotonic_ns(), "trial_ended", {"ok": False, "error": why[:2000]})
+            )
+            if not (path / "server.log").is_file():
+                writer.add_text("server.log", log_of(writer.facts.arm))
+            writer.seal()
+            found.append(writer.facts.id)
+        return found
 
     def write_plan(
         self, *, campaign: str, criteria: str, plan: dict[str, Any], provenance: dict[str, Any]
@@ -151,14 +251,38 @@ def write_atomic(path: Path, text: str) -> None:
     """The file appears whole or not at all, also after a power loss."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with partial.open("w", encoding="utf-8", newline="") as file:
-            file.write(text)
-            file.flush()
+        with partial.open("wb", buffering=0) as file:
+            write_bytes(file.fileno(), text.encode("utf-8"))
             os.fsync(file.fileno())
         partial.rename(path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def write_bytes(descriptor: int, content: bytes) -> None:
+    """Writes it all. The one place where evidence reaches the disk; tests fill the disk here."""
+    left = memoryview(content)
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """True for an error that says that no space, or no quota, is left."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _remove_partials(directory: Path) -> None:
+    for path in directory.iterdir():
+        if _PARTIAL.fullmatch(path.name):
+            path.unlink()
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Cuts off what follows the last line end: whoever wrote it died or met a full disk."""
+    content = path.read_bytes()
+    if content and not content.endswith(b"\n"):
+        os.truncate(path, content.rfind(b"\n") + 1)
 
 
 # --- reading ----------------------------------------------------------------
@@ -187,10 +311,60 @@ class TrialEvidence:
         records = read_records(self.path / "requests.jsonl", RequestRecord)
         return tuple(sorted(records, key=lambda r: (r.phase, r.seq)))
 
+    def stream_requests(self) -> Iterator[tuple[RequestRecord, list[int], list[int]]]:
+        """Each request without its output, with `token_ns` and `token_counts`; in file order.
+
+        For trials of a million requests whose outputs nobody compares. Every line is checked.
+        """
+        reader = LineReader(RequestRecord, without=_OUTPUT_FIELDS)
+        with _Reading(self.path / "requests.jsonl") as lines:
+            for line in lines:
+                found = reader.match(line)
+                if found is not None:
+                    record = reader.build(found)
+                    stamps, counts = integers(found["token_ns"]), integers(found["token_counts"])
+                else:
+                    whole = reader.strict(line)
+                    record = reader(line)
+                    stamps, counts = list(whole.token_ns), list(whole.token_counts)
+                if len(stamps) != len(counts):
+                    raise ValueError("token_ns and token_counts differ in length")
+                yield record, stamps, counts
+
     @cached_property
     def samples(self) -> tuple[MetricSample, ...]:
         """All readings in order."""
         return tuple(read_records(self.path / "samples.jsonl", MetricSample))
+
+    def samples_at(self, marks: Collection[str]) -> tuple[MetricSample, ...]:
+        """Readings at these marks, in order. All lines are checked, the others are not kept."""
+        reader = LineReader(MetricSample)
+        wanted = {canonical_json(mark).encode() for mark in marks}
+        kept = []
+        with _Reading(self.path / "samples.jsonl") as lines:
+            for line in lines:
+                found = reader.match(line)
+                if found is None:
+                    sample = reader.strict(line)
+                    if sample.mark in marks:
+                        kept.append(sample)
+                elif found["mark"] in wanted:
+                    kept.append(reader.build(found))
+        return tuple(kept)
+
+    def planned_requests(self) -> Counter[str]:
+        """How many requests were planned, by phase. Every line of the schedule is checked."""
+        reader = LineReader(Schedule)
+        planned: Counter[str] = Counter()
+        with _Reading(self.path / "schedule.jsonl") as lines:
+            for line in lines:
+                found = reader.match(line)
+                if found is not None:
+                    planned[json.loads(found["phase"])] += found["requests"].count(b'"seq":')
+                else:
+                    schedule = reader.strict(line)
+                    planned[schedule.phase] += len(schedule.requests)
+        return planned
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
@@ -261,7 +435,7 @@ def _problems(path: Path, seal: dict[str, Any]) -> Iterator[str]:
     try:
         for name, facts in seal["plan"].items():
             yield from _file_problem(path, path / name, facts)
-        known = {"trials", "seal.json", *seal["plan"], *_AFTER_SEALING}
+        known = {"trials", "seal.json", *seal["plan"], *_AFTER_SEALING, *_OUTSIDE}
         for entry in sorted(path.iterdir()):
             if entry.name not in known:
                 yield f"{entry.name}: added after sealing"
@@ -304,6 +478,47 @@ def read_records(path: Path, kind: type[_Kind]) -> Iterator[_Kind]:
                 yield kind.from_json(parse_json(line.decode("utf-8")))
             except ValueError as error:
                 raise EvidenceError(f"{path}:{number}: {error}") from error
+
+
+# Not kept of a request whose output nobody compares; the rest is what analysis asks for.
+_OUTPUT_FIELDS = frozenset(
+    {
+        "headers_ns",
+        "first_event_ns",
+        "error_detail",
+        "http_status",
+        "finish_reason",
+        "output_digest",
+        "token_ids",
+        "logprobs",
+        "token_ns",
+        "token_counts",
+    }
+)
+
+
+class _Reading:
+    """Lines of a file; while it is open, a ValueError becomes an EvidenceError naming the line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.number = path, 0
+
+    def __enter__(self) -> Self:
+        try:
+            self._file = self.path.open("rb", buffering=1 << 20)
+        except OSError as error:
+            raise EvidenceError(f"{self.path}: {error}") from error
+        return self
+
+    def __iter__(self) -> Iterator[bytes]:
+        for line in self._file:
+            self.number += 1
+            yield line
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._file.close()
+        if isinstance(error, ValueError):
+            raise EvidenceError(f"{self.path}:{self.number}: {error}") from error
 
 
 def _parse(path: Path, kind: type[_Kind]) -> _Kind:
@@ -354,6 +569,9 @@ def read_provenance(path: Path) -> dict[str, str]:
     """Who, where and when: shown in the report, never judged."""
     found = _json(path / "provenance.json")
     seal = _json(path / "seal.json") if (path / "seal.json").is_file() else {}
+    for name, content in (("provenance.json", found), ("seal.json", seal)):
+        if not isinstance(content, dict):
+            raise EvidenceError(f"{path / name}: expected an object")
     return {
         "run": f"{path.parent.name}/{path.name}",
         **{str(k): str(v) for k, v in found.items()},

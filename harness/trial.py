@@ -7,29 +7,46 @@ what was done and seen, and the judge reads it back from disk.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from harness.collectors.process import read_processes
+from harness import interrupts
+from harness.collectors.process import read_processes, with_simulated_reads
 from harness.collectors.prometheus import scrape
 from harness.controls import TierFiles, planted
-from harness.errors import LoadError, ServerError
+from harness.errors import HarnessError, LoadError, ServerError, ServerSilent, StorageError
 from harness.load.driver import LoadClient
 from harness.plan import Arm, Plan
-from harness.records import Event, MetricSample, RequestRecord, Schedule
+from harness.records import ErrorKind, Event, MetricSample, RequestRecord, Schedule
 from harness.server.managed import Server
-from harness.store import TrialWriter
+from harness.store import TrialWriter, is_disk_full
 from workloads import cold_recovery
 from workloads.prompts import token_ids
 
 DURABLE_DEADLINE_S = 120.0
 RESET_DEADLINE_S = 60.0
-REQUEST_DEADLINE_S = 600.0
+# Above the deadlines of the requests themselves, which decide.
+PHASE_SLACK_S = 60.0
+# A sleep of the machine, not the difference between two readings of two clocks.
+SUSPENDED_S_MAX = 0.5
 _POKE_PROMPT = list(range(1, 9))
+
+# How a request ends whose server is gone or hangs.
+_LOST = frozenset(
+    {
+        ErrorKind.CONNECT,
+        ErrorKind.RESET,
+        ErrorKind.TRUNCATED,
+        ErrorKind.TIMEOUT,
+        ErrorKind.HTTP_STATUS,
+        ErrorKind.SERVER_ERROR,
+    }
+)
 
 Clock = Callable[[], int]
 Progress = Callable[[str], None]
@@ -60,13 +77,23 @@ class TrialContext:
     def send(self, schedule: Schedule) -> tuple[RequestRecord, ...]:
         """Saves the schedule, sends it, saves the client's own witnesses."""
         self.server.check_alive()
+        limit_s = self.plan.campaign.server.request_deadline_s
+        schedule = replace(schedule, request_timeout_s=limit_s)
         self.writer.add_schedule(schedule)
         total = len(schedule.requests)
+        longest = max(Counter(request.user for request in schedule.requests).values(), default=0)
+        watch = Watch(self)
+
+        def progressed(done: int, of: int) -> None:
+            watch.progressed()
+            self.progress(f"{schedule.phase} {done}/{of}")
+
         result = self.load.run(
             schedule,
             records_path=self.writer.requests_path(schedule.phase),
-            deadline_s=REQUEST_DEADLINE_S,
-            on_progress=lambda done, of: self.progress(f"{schedule.phase} {done}/{of}"),
+            deadline_s=limit_s * longest + PHASE_SLACK_S,
+            on_progress=progressed,
+            watch=watch,
         )
         t_ns = self.clock()
         self.writer.add_samples(
@@ -83,7 +110,19 @@ class TrialContext:
             failed=len(failed),
             first_error=failed[0].error_detail if failed else None,
         )
+        self._confirm_alive(failed)
         return result.records
+
+    def _confirm_alive(self, failed: Sequence[RequestRecord]) -> None:
+        """After a phase with lost requests: is it the server? Raises ServerError.
+
+        Otherwise a hung server would be waited for again in every phase that follows.
+        """
+        kinds = {record.error_kind for record in failed}
+        if kinds & _LOST:
+            self.server.check_answers()
+        if ErrorKind.TIMEOUT in kinds:
+            self.poke()
 
     # -- counters -------------------------------------------------------------
 
@@ -95,8 +134,9 @@ class TrialContext:
         """One request of one token, shorter than a block: makes the engine publish its statistics.
 
         vLLM hands connector statistics over with an engine step, so after the last one they are
-        stale.
+        stale. Raises ServerError when the server is gone or gives no token within its deadline.
         """
+        limit_s = self.plan.campaign.server.answer_deadline_s
         body = {
             "model": self.server.model,
             "prompt": _POKE_PROMPT,
@@ -104,22 +144,36 @@ class TrialContext:
             "temperature": 0,
         }
         try:
-            response = httpx.post(
-                f"{self.server.base_url}/v1/completions", json=body, timeout=60.0, trust_env=False
-            )
-            response.raise_for_status()
+            access = self.server.access
+            access.post("/v1/completions", timeout_s=limit_s, json=body).raise_for_status()
         except httpx.HTTPError as error:
-            self.event("poke_failed", error=f"{type(error).__name__}: {error}"[:300])
-            self.server.check_alive()
+            text = access.redacted(f"{type(error).__name__}: {error}")
+            self.event("poke_failed", error=text[:300])
+            self.server.check_answers()
+            if isinstance(error, httpx.TimeoutException):
+                raise ServerSilent(
+                    f"arm {self.arm.name}: the server stopped answering: no token in "
+                    f"{limit_s:g} s (allowed: server.answer_deadline_s); see server.log"
+                ) from error
 
     def mark(self, mark: str) -> list[MetricSample]:
         """Reads all counters under the name of this moment."""
         self.poke()
-        samples, page = scrape(self.server.base_url, mark=mark)
-        samples += read_processes(self.server.pids(), mark=mark)
+        samples, page = self._scrape(mark)
+        processes = read_processes(self.server.pids(), mark=mark)
+        if self.arm.kind == "sim":
+            processes = with_simulated_reads(processes, page)
+        samples += processes
         self.writer.add_samples(samples)
         self.writer.add_text(f"metrics-{mark}.prom", page)
         return samples
+
+    def _scrape(self, mark: str) -> tuple[list[MetricSample], str]:
+        access, limit_s = self.server.access, self.plan.campaign.server.answer_deadline_s
+        samples, page = scrape(
+            self.server.base_url, mark=mark, get=lambda path: access.get(path, timeout_s=limit_s)
+        )
+        return samples, access.redacted(page)
 
     def wait_durable(self) -> None:
         """Waits until the connector's store backlog reads zero twice running; records how."""
@@ -127,7 +181,7 @@ class TrialContext:
         zeros = 0
         while zeros < 2:
             self.poke()
-            samples, _page = scrape(self.server.base_url, mark="durable")
+            samples, _page = self._scrape("durable")
             backlog = next(s for s in samples if s.name == "tier_store_backlog_blocks")
             self.writer.add_samples([backlog])
             waited_s = (self.clock() - started) / 1e9
@@ -148,24 +202,23 @@ class TrialContext:
         if not self.server.owned:
             self.event("cold", ok=False, error="a server of somebody else is never reset")
             return
-        url = f"{self.server.base_url}/reset_prefix_cache"
+        limit_s = self.plan.campaign.server.answer_deadline_s
         deadline = self.clock() + int(RESET_DEADLINE_S * 1e9)
         attempts = 0
         while True:
             attempts += 1
             try:
-                response = httpx.post(
-                    url,
+                response = self.server.access.post(
+                    "/reset_prefix_cache",
+                    timeout_s=limit_s,
                     params={"reset_external": str(host_pool).lower()},
-                    timeout=30.0,
-                    trust_env=False,
                 )
                 answer: Any = (
                     response.json() if response.status_code == 200 else response.text[:300]
                 )
             except (httpx.HTTPError, ValueError) as error:
                 answer = f"{type(error).__name__}: {error}"[:300]
-                self.server.check_alive()
+                self.server.check_answers()
             if isinstance(answer, dict) and answer.get("success") is True:
                 self.event("cold", ok=True, attempts=attempts, host_pool=host_pool)
                 return
@@ -178,6 +231,42 @@ class TrialContext:
         """Cold as the arm's medium asks; the baselines are never reset after populating."""
         if self.arm.role == "tiered":
             self.make_cold(host_pool=self.arm.medium == "disk")
+
+
+class Watch:
+    """Ends a phase in bounded time when the server died or hangs; asks it nothing while it works.
+
+    Called about once a second while no request ends. A process that is gone is seen at once. After
+    ``answer_deadline_s`` without an end /health is asked; where it answers though a request ran
+    into its own deadline, one token is asked for.
+    """
+
+    def __init__(self, context: TrialContext) -> None:
+        self._context = context
+        server = context.plan.campaign.server
+        self._answer_ns = int(server.answer_deadline_s * 1e9)
+        self._request_ns = int(server.request_deadline_s * 1e9)
+        self._moved_ns = self._asked_ns = context.clock()
+        self._is_suspect = False
+
+    def progressed(self) -> None:
+        """A request ended."""
+        now_ns = self._context.clock()
+        self._is_suspect = now_ns - self._moved_ns >= 0.9 * self._request_ns
+        self._moved_ns = self._asked_ns = now_ns
+
+    def __call__(self) -> None:
+        """Raises ServerError when there is nothing to wait for."""
+        server = self._context.server
+        if server.owned:
+            server.check_alive()
+        if self._is_suspect:
+            self._is_suspect = False
+            self._context.poke()
+        now_ns = self._context.clock()
+        if now_ns - self._asked_ns >= self._answer_ns:
+            server.check_answers()
+            self._asked_ns = self._context.clock()
 
 
 def workload_parameters(plan: Plan) -> cold_recovery.Parameters:
@@ -197,26 +286,64 @@ def workload_parameters(plan: Plan) -> cold_recovery.Parameters:
     )
 
 
-def run_trial(context: TrialContext) -> None:
-    """Runs and seals one trial. What goes wrong in the server under test becomes an event.
+def run_trial(context: TrialContext) -> HarnessError | None:
+    """Runs and seals one trial; returns what ended it early, None when nothing did.
 
-    Raises only what the harness itself did wrong, and KeyboardInterrupt; the trial is sealed all
-    the same.
+    What goes wrong in the server under test becomes an event. Raises only what the harness itself
+    did wrong, and KeyboardInterrupt; the trial is sealed all the same. Raises StorageError when the
+    disk is full: the trial is left open, with all that was recorded, for the run to seal.
     """
-    facts = context.writer.facts
-    context.event("trial_started", wall_ns=time.time_ns())
     try:
-        context.writer.set_server(context.server.facts())
-        WORKLOADS[facts.workload](context)
-        context.event("trial_ended", ok=True, wall_ns=time.time_ns())
+        return _run_and_seal(context)
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        raise StorageError(
+            f"trial {context.writer.facts.id}: disk full while recording "
+            f"({error.filename or context.writer.path}): {error.strerror}; what was recorded is "
+            "kept and sealed; free space (`kvgate runs prune`) and run again"
+        ) from error
+
+
+def _run_and_seal(context: TrialContext) -> HarnessError | None:
+    writer = context.writer
+    context.event("trial_started", wall_ns=time.time_ns())
+    writer.set_figures(trial_figures(context.plan, context.arm))
+    failure: HarnessError | None = None
+    try:
+        writer.set_server(context.server.facts())
+        suspended_ns = _suspended_ns()
+        WORKLOADS[writer.facts.workload](context)
+        slept_s = (_suspended_ns() - suspended_ns) / 1e9
+        if slept_s > SUSPENDED_S_MAX:
+            error = f"the machine was suspended for {slept_s:.1f} s; its times mean nothing"
+            context.event("trial_ended", ok=False, error=error, wall_ns=time.time_ns())
+        else:
+            context.event("trial_ended", ok=True, wall_ns=time.time_ns())
     except (ServerError, LoadError) as error:
+        failure = error
         context.event("trial_ended", ok=False, error=str(error)[:2000], wall_ns=time.time_ns())
+    except OSError as error:
+        if not is_disk_full(error):
+            context.event("trial_ended", ok=False, error=f"OSError: {error}"[:2000])
+            _seal(context)
+        raise
     except BaseException as error:
         context.event("trial_ended", ok=False, error=f"{type(error).__name__}: {error}"[:2000])
+        _seal(context)
         raise
-    finally:
+    _seal(context)
+    return failure
+
+
+def _suspended_ns() -> int:
+    """Time the machine slept since it was booted: the monotonic clock stands still meanwhile."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME) - time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+
+
+def _seal(context: TrialContext) -> None:
+    with interrupts.shield():
         context.writer.add_text("server.log", context.server.log_text(context.log_start))
-        context.writer.set_figures(trial_figures(context.plan, context.arm))
         context.writer.seal()
 
 
@@ -231,6 +358,7 @@ def trial_figures(plan: Plan, arm: Arm) -> dict[str, Any]:
         "cached_tokens_per_session": sizes.cached_tokens_per_session,
         "prompt_tokens": work.prompt_tokens,
         "output_tokens": work.output_tokens,
+        **({"simulated": True} if arm.kind == "sim" else {}),
     }
 
 
@@ -297,7 +425,9 @@ def oracle(context: TrialContext) -> None:
     context.mark("cold")
     context.send(cold_recovery.sequence(parameters, "oracle", sessions))
     context.mark("oracle_end")
-    if context.tier_dir is not None and context.arm.medium == "disk":
+    if context.arm.medium == "disk" and context.arm.kind == "sim":
+        _simulated_controls(context)
+    elif context.tier_dir is not None and context.arm.medium == "disk":
         _negative_controls(context)
 
 
@@ -323,6 +453,29 @@ def _negative_controls(context: TrialContext) -> None:
     for name in cold_recovery.CONTROLS:
         with planted(name, control, donor=donor, layers=layers, itemsize=itemsize):
             _ask_control(context, f"control_{name}")
+
+
+def _simulated_controls(context: TrialContext) -> None:
+    """The same faults in a simulated tier, which has no files: the server plants them itself."""
+    pair = [cold_recovery.CONTROL_SESSION, cold_recovery.DONOR_SESSION]
+    schedule = cold_recovery.sequence(context.parameters, "control_populate", pair)
+    context.send(schedule)
+    context.wait_durable()
+    prompt, donor = (token_ids(request.prompt) for request in schedule.requests)
+    limit_s = context.plan.campaign.server.answer_deadline_s
+
+    def plant(name: str | None) -> bool:
+        body = {"control": name, "prompt": prompt, "donor": donor}
+        answer = context.server.access.post("/sim/plant", timeout_s=limit_s, json=body)
+        if answer.status_code != 200:
+            context.event("controls_impossible", error=answer.text[:300])
+        return answer.status_code == 200
+
+    _ask_control(context, "control_clean")
+    for name in cold_recovery.CONTROLS:
+        if plant(name):
+            _ask_control(context, f"control_{name}")
+    plant(None)
 
 
 def _ask_control(context: TrialContext, phase: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.records import Record
+from harness.records import Record, later
 
 # Raise with every change that can alter a verdict on unchanged evidence (CHANGELOG, "Verdicts").
 JUDGE_VERSION = "1"
@@ -67,6 +67,7 @@ class ReasonCode(enum.Enum):
     PREEMPTED = "trial.preempted"
     SERVER_CHANGED = "trial.server_changed"
     CLIENT_SATURATED = "trial.client_saturated"
+    NOT_STREAMED = "trial.not_streamed"
     NOT_WARM = "trial.not_warm"
     METRIC_ABSENT = "trial.metric_absent"
     TRIAL_INCOMPLETE = "trial.incomplete"
@@ -83,6 +84,7 @@ class ReasonCode(enum.Enum):
     EVIDENCE_ALTERED = "evidence.altered"
     EVIDENCE_UNSEALED = "evidence.unsealed"
     EVIDENCE_MALFORMED = "evidence.malformed"
+    EVIDENCE_IMPORTED = "evidence.imported"
     JUDGE_FAILED = "judge.failed"
     STOP_LOSS = "gate.stop_loss"
     GATE_NOT_REACHED = "gate.not_reached"
@@ -181,6 +183,10 @@ REASON_TEXTS: dict[ReasonCode, ReasonText] = {
         "The load client was too busy to time requests within its bounds.",
         "Stop other work on the machine, or add load workers.",
     ),
+    ReasonCode.NOT_STREAMED: ReasonText(
+        "Whole answers arrived at one moment, so the time of the first token is that of the last.",
+        "A proxy or a stream interval holds tokens back; measure at the server itself.",
+    ),
     ReasonCode.NOT_WARM: ReasonText(
         "The first measured wave was slower than the others by more than the warmth bound.",
         "Warm up with a full wave at the measured shape.",
@@ -232,6 +238,10 @@ REASON_TEXTS: dict[ReasonCode, ReasonText] = {
     ReasonCode.EVIDENCE_MALFORMED: ReasonText(
         "An evidence file does not have the documented format.",
         "Judge with the version that wrote it.",
+    ),
+    ReasonCode.EVIDENCE_IMPORTED: ReasonText(
+        "Imported figures are arithmetic on a published table; this criterion asks for more.",
+        "Judge imported evidence in the profile `published`; measure to decide anything else.",
     ),
     ReasonCode.JUDGE_FAILED: ReasonText(
         "The judge itself failed; that is our defect.",
@@ -332,7 +342,10 @@ class CriterionResult(Record):
 
 @dataclass(frozen=True)
 class Check(Record):
-    """One validity check of one trial, or of a pair of arms."""
+    """One validity check of one trial, or of a pair of arms.
+
+    ``applicable`` False: the evidence has nothing to check, which is neither passed nor failed.
+    """
 
     name: str
     subject: str
@@ -340,6 +353,12 @@ class Check(Record):
     found: str
     allowed: str
     reasons: tuple[Reason, ...] = ()
+    applicable: bool = later(True)
+
+    @property
+    def failed(self) -> bool:
+        """True when it was asked and not met."""
+        return self.applicable and not self.passed
 
 
 @dataclass(frozen=True)
@@ -356,7 +375,8 @@ class GateVerdict(Record):
 class Cell(Record):
     """What one arm showed at one level: the numbers of charts and tables, no judgement.
 
-    TTFT in seconds, one entry per repetition (wave statistic) and one per request (pooled).
+    TTFT in seconds, one entry per repetition (wave statistic) and one per request (pooled). Of
+    more requests than a chart can show, ``ttft_s`` holds order statistics (docs/evidence.md).
     """
 
     arm: str

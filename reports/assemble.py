@@ -118,20 +118,26 @@ def gate_block(gate: GateVerdict, texts: Texts) -> GateBlock:
 
 def checks(signoff: SignOff, texts: Texts) -> Checks:
     """Failed checks one by one, passed ones by name in the order of their first appearance."""
-    failed = [check for check in signoff.checks if not check.passed]
+    failed = [check for check in signoff.checks if check.failed]
+    aside = [check for check in signoff.checks if not check.applicable]
     passed: dict[str, list[Check]] = {}
     for check in signoff.checks:
         if check.passed:
             passed.setdefault(check.name, []).append(check)
     return Checks(
         summary=texts(
-            "checks.summary", failed=len(failed), passed=len(signoff.checks) - len(failed)
-        ),
+            "checks.summary",
+            failed=len(failed),
+            passed=sum(len(group) for group in passed.values()),
+        )
+        if len(aside) < len(signoff.checks) or not aside
+        else texts("checks.summary_imported", count=len(aside)),
         failed=tuple(_check(check) for check in failed),
         passed=tuple(
             CheckGroup(clean(name), len(group), tuple(_check(check) for check in group))
             for name, group in passed.items()
         ),
+        not_applicable=tuple(_check(check) for check in aside),
     )
 
 

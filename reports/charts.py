@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 from harness.verdicts import Cell, SignOff
@@ -13,7 +14,8 @@ from reports.safe import clean
 from reports.texts import Texts
 
 # Every workload but these reads sessions back in the cyclic order in which they were populated.
-_NOT_CYCLIC = ("multi_turn", "shared_prefix", "random_long", "short_chat", "trace")
+_PUBLISHED = "published_table"
+_NOT_CYCLIC = (_PUBLISHED, "multi_turn", "shared_prefix", "random_long", "short_chat", "trace")
 _FAILED = "#9c3600"
 _INK = "#1c2430"
 _QUIET = "#5b6573"
@@ -51,11 +53,15 @@ def _block(
     prefix = f"w{index}"
     estimators = tuple(dict.fromkeys(clean(cell.ttft_estimator) for cell in cells))
     cyclic = "" if workload in _NOT_CYCLIC else texts("charts.cyclic")
-    charts = (
+    charts: tuple[Chart, ...] = (
         _ttft(cells, all_arms, arms, prefix, texts, cyclic, texts.listing(estimators)),
         _throughput(cells, all_arms, arms, prefix, texts, cyclic),
-        _tokens(cells, all_arms, arms, sources, prefix, texts, cyclic),
     )
+    if workload == _PUBLISHED:
+        shows, hides = texts("charts.published_shows"), texts("charts.published_hides")
+        charts = tuple(dataclasses.replace(c, shows=shows, hides=hides) for c in charts)
+    else:
+        charts += (_tokens(cells, all_arms, arms, sources, prefix, texts, cyclic),)
     return Measured(
         workload=clean(workload),
         charts=charts,
@@ -78,8 +84,9 @@ def _ttft(
     estimators: str,
 ) -> Chart:
     axis = shared_axis([value for cell in cells for value in (*cell.ttft_s, *cell.ttft_wave_s)])
+    dots = any(cell.ttft_s for cell in cells)
     legend = [
-        Key("dot", _QUIET, texts("charts.key_request")),
+        *([Key("dot", _QUIET, texts("charts.key_request"))] if dots else []),
         Key("bar", _INK, texts("charts.key_wave", estimator=estimators)),
     ]
     if axis.failed:
@@ -179,18 +186,22 @@ def _source(name: str, texts: Texts) -> str:
 
 def _row(cell: Cell, arms: tuple[str, ...], sources: tuple[str, ...], texts: Texts) -> CellRow:
     absent = texts("word.absent")
+    published = cell.workload == _PUBLISHED
+    valid = texts("word.valid") if cell.valid else texts("word.invalid")
     return CellRow(
         arm=clean(cell.arm),
         colour=arm_colour(cell.arm, arms),
         level=cell.level,
         ttft=_series(cell.ttft_wave_s, texts),
         throughput=_series(cell.throughput_tokens_per_s, texts),
-        prompt_tokens=integer(cell.prompt_tokens, absent),
+        prompt_tokens=integer(None if published else cell.prompt_tokens, absent),
         sources=tuple(integer(cell.tokens_by_source.get(name), absent) for name in sources),
         tier_read=absent if cell.tier_read_bytes is None else size(cell.tier_read_bytes),
         disk_read=absent if cell.disk_read_bytes is None else size(cell.disk_read_bytes),
-        requests=texts("word.of", part=cell.requests_ok, whole=cell.requests),
-        valid=texts("word.valid") if cell.valid else texts("word.invalid"),
+        requests=absent
+        if published
+        else texts("word.of", part=cell.requests_ok, whole=cell.requests),
+        valid=texts("word.as_published") if published else valid,
         is_valid=cell.valid,
     )
 

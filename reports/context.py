@@ -253,11 +253,12 @@ class CheckGroup:
 
 @dataclass(frozen=True)
 class Checks:
-    """Failed checks one by one; passed ones by name."""
+    """Failed checks one by one; passed ones by name; last, what the evidence cannot be asked."""
 
     summary: str
     failed: tuple[CheckRow, ...]
     passed: tuple[CheckGroup, ...]
+    not_applicable: tuple[CheckRow, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -44,13 +44,16 @@ def verdict_table(signoff: SignOff, locale: str = "en") -> RenderableType:
     """
     texts = load(locale)
     parts: list[RenderableType] = [_criteria(signoff, texts)]
-    failed = [check for check in signoff.checks if not check.passed]
+    failed = [check for check in signoff.checks if check.failed]
     if failed:
         parts += [
             "",
             _heading(texts("terminal.failed_checks")),
             *(_check(c, texts) for c in failed),
         ]
+    if aside := [check.name for check in signoff.checks if not check.applicable]:
+        parts += ["", _heading(texts("terminal.not_applicable"))]
+        parts.append(Padding(Text(clean(texts.listing(tuple(aside)))), (0, 0, 0, 2), expand=False))
     groups = reason_groups(signoff, texts)
     if groups:
         parts += ["", _heading(texts("terminal.reasons"))]

@@ -147,7 +147,7 @@ def _reasons(signoff: SignOff, texts: Texts) -> Iterator[tuple[Verdict, str, Rea
                 for reason in result.reasons:
                     yield result.verdict, clean(result.id), reason
     for check in signoff.checks:
-        if not check.passed:
+        if check.failed:
             for reason in check.reasons:
                 yield Verdict.INCONCLUSIVE, clean(check.name), _with_subject(check, reason)
     for gate in signoff.gates:

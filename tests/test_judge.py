@@ -306,6 +306,18 @@ CASES: list[tuple[str, Doctor, Verdict, ReasonCode]] = [
         ReasonCode.CLIENT_SATURATED,
     ),
     (
+        "a proxy holds whole answers back",
+        Doctor(
+            record=lambda f, r: (
+                replace_record(r, first_token_ns=r.last_token_ns)
+                if (f.arm, r.phase) == ("tiered_disk", "wave")
+                else r
+            )
+        ),
+        INCONCLUSIVE,
+        ReasonCode.NOT_STREAMED,
+    ),
+    (
         "fewer requests in flight than planned",
         Doctor(client={"in_flight_max": 1.0}),
         INCONCLUSIVE,

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from harness import stats
 from harness.analysis.measures import RunNumbers, steady_throughput
-from harness.analysis.numbers import TrialNumbers, select
+from harness.analysis.numbers import WAVES, TrialNumbers, select
+from harness.records import Outcome
 from harness.verdicts import Cell, finite_or_inf
 
 
@@ -15,19 +16,19 @@ def cells(run: RunNumbers, *, steady_cycles: int) -> tuple[Cell, ...]:
     """One cell per arm and level of the waves, and one per arm of the steady window."""
     found: dict[tuple[str, str, int], None] = {}
     for n in run.trials:
-        if n.facts.workload in ("cold_recovery", "steady"):
+        if n.facts.workload in (*WAVES, "steady"):
             found[(n.facts.arm, n.facts.workload, n.facts.concurrency)] = None
     return tuple(_cell(run, arm, workload, level, steady_cycles) for arm, workload, level in found)
 
 
 def _cell(run: RunNumbers, arm: str, workload: str, level: int, steady_cycles: int) -> Cell:
     trials = select(run.trials, arm=arm, workload=workload, level=level)
-    waves = [n for n in trials if n.requests]
-    statistics = [stats.wave_statistic(n.ttft_s) for n in waves]
+    waves = [n for n in trials if n.requests or n.is_imported]
+    statistics = [found for n in waves if (found := n.wave_ttft) is not None]
     if workload == "steady":
         rates = [steady_throughput(n, steady_cycles) for n in waves]
     else:
-        rates = [stats.round9(n.wave_throughput) for n in waves]
+        rates = [None if (rate := n.wave_throughput) is None else stats.round9(rate) for n in waves]
     requests = [r for n in trials for r in n.requests]
     prompt_tokens = sum(r.prompt_tokens or 0 for r in requests)
     return Cell(
@@ -35,7 +36,7 @@ def _cell(run: RunNumbers, arm: str, workload: str, level: int, steady_cycles: i
         workload=workload,
         level=level,
         repetitions=len(trials),
-        ttft_s=tuple(finite_or_inf(stats.round9(t)) for n in waves for t in n.ttft_s),
+        ttft_s=_shown([t for n in waves for t in n.ttft_s]),
         ttft_wave_s=tuple(finite_or_inf(stats.round9(value)) for value, _ in statistics),
         ttft_estimator=statistics[0][1] if statistics else "none",
         throughput_tokens_per_s=tuple(rate for rate in rates if rate is not None),
@@ -43,10 +44,26 @@ def _cell(run: RunNumbers, arm: str, workload: str, level: int, steady_cycles: i
         tokens_by_source=_by_source(waves, prompt_tokens),
         tier_read_bytes=_of_tier(waves, [n.counters.total("tier_read_bytes") for n in waves]),
         disk_read_bytes=_sum([n.disk_read_bytes for n in waves]),
-        requests_ok=sum(1 for n in trials for r in n.requests if r not in n.failed),
+        requests_ok=sum(1 for r in requests if r.outcome is Outcome.OK),
         requests=len(requests),
         valid=bool(trials) and all(n.id in run.valid for n in trials),
     )
+
+
+# A chart shows no more dots than this; a verdict file should not be larger than its evidence.
+MAX_SHOWN = 4096
+
+
+def _shown(values: list[float]) -> tuple[float | str, ...]:
+    """Every value in order; of more than MAX_SHOWN, as many order statistics, evenly spaced.
+
+    The smallest and the largest are always among them, and so is every order of failures.
+    """
+    if len(values) > MAX_SHOWN:
+        last = len(values) - 1
+        ordered = sorted(values)
+        values = [ordered[i * last // (MAX_SHOWN - 1)] for i in range(MAX_SHOWN)]
+    return tuple(finite_or_inf(stats.round9(value)) for value in values)
 
 
 def _by_source(trials: Sequence[TrialNumbers], prompt_tokens: int) -> dict[str, int | None]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from harness import stats
 from harness.analysis import oracles
-from harness.analysis.numbers import TrialNumbers, select, tier_facts
+from harness.analysis.numbers import WAVES, TrialNumbers, select, tier_facts
 from harness.records import Outcome
 from harness.verdicts import Measurement, ReasonCode, Unit, finite_or_inf
 
@@ -71,23 +71,22 @@ def _number(value: float) -> float | str:
 
 
 def _paired(
-    run: RunNumbers, request: Request, statistic: Callable[[TrialNumbers], float]
+    run: RunNumbers, request: Request, statistic: Callable[[TrialNumbers], float | None]
 ) -> tuple[list[TrialNumbers], list[float], list[float]]:
-    """Candidate trials and both arms' statistic, over repetitions valid in both."""
+    """Trials and both arms' statistic, over repetitions that are valid and have it in both."""
     assert request.baseline is not None
-    candidate = {
-        n.facts.repetition: n for n in run.valid_trials(request.arm, "cold_recovery", request.level)
-    }
-    baseline = {
-        n.facts.repetition: n
-        for n in run.valid_trials(request.baseline, "cold_recovery", request.level)
-    }
+
+    def waves(arm: str) -> dict[int, tuple[TrialNumbers, float]]:
+        trials = [n for w in WAVES for n in run.valid_trials(arm, w, request.level)]
+        values = [(n, statistic(n)) for n in trials]
+        return {n.facts.repetition: (n, value) for n, value in values if value is not None}
+
+    candidate, baseline = waves(request.arm), waves(request.baseline)
     both = sorted(candidate.keys() & baseline.keys())
-    trials = [n for r in both for n in (candidate[r], baseline[r])]
     return (
-        trials,
-        [statistic(candidate[r]) for r in both],
-        [statistic(baseline[r]) for r in both],
+        [n for r in both for n in (candidate[r][0], baseline[r][0])],
+        [candidate[r][1] for r in both],
+        [baseline[r][1] for r in both],
     )
 
 
@@ -96,9 +95,10 @@ def ttft_reduction(run: RunNumbers, request: Request) -> Measurement:
     return _effect(
         run,
         request,
-        statistic=lambda n: stats.wave_statistic(n.ttft_s)[0],
+        statistic=lambda n: None if (found := n.wave_ttft) is None else found[0],
         convert=lambda ratio: 1 - ratio,
         estimator=f"1 - exp(mean ln ratio) of wave {_wave_estimator(request)}",
+        published="1 - ratio of published TTFT p50",
     )
 
 
@@ -110,6 +110,7 @@ def wave_throughput_gain(run: RunNumbers, request: Request) -> Measurement:
         statistic=lambda n: n.wave_throughput,
         convert=lambda ratio: ratio - 1,
         estimator="exp(mean ln ratio) - 1 of wave N x O / wall",
+        published="ratio of published N x O / wall - 1",
     )
 
 
@@ -122,10 +123,12 @@ def _effect(
     run: RunNumbers,
     request: Request,
     *,
-    statistic: Callable[[TrialNumbers], float],
+    statistic: Callable[[TrialNumbers], float | None],
     convert: Callable[[float], float],
     estimator: str,
+    published: str,
 ) -> Measurement:
+    """``published``: the estimator of points that were imported from a table."""
     trials, candidate, baseline = _paired(run, request, statistic)
     if not candidate:
         return absent(request.name, Unit.RATIO, "no repetition is valid in both arms")
@@ -141,7 +144,7 @@ def _effect(
         unit=Unit.RATIO,
         value=_number(convert(effect.ratio)),
         n=len(candidate),
-        estimator=estimator,
+        estimator=published if trials[0].is_imported else estimator,
         low=interval[0] if interval else None,
         high=interval[1] if interval else None,
         confidence=effect.confidence if interval else None,
@@ -406,12 +409,9 @@ def steady_throughput(trial: TrialNumbers, cycles: int) -> float | None:
     closes = min(times[-1] for times in done.values())
     if closes <= opens:
         return None
-    tokens = sum(
-        count
-        for record in trial.requests
-        for t_ns, count in zip(record.token_ns, record.token_counts, strict=True)
-        if opens < t_ns <= closes
-    )
+    if trial.token_times is None:
+        return None
+    tokens = trial.token_times.between(opens, closes)
     return stats.round9(tokens / ((closes - opens) / 1e9))
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
+from harness import stats
 from harness.records import Event, MetricSample, Outcome, RequestRecord, ServerFacts, TrialFacts
 from harness.store import TrialEvidence
 
@@ -17,7 +20,12 @@ MEASURED: Mapping[str, tuple[str, str, str]] = {
     "steady": ("steady", "cold", "steady_end"),
     "oracle": ("oracle", "cold", "oracle_end"),
     "fits_in_hbm": ("fits_read", "cold", "fits_end"),
+    "published_table": ("", "published", "published"),
 }
+# Workload of a point that was imported from a published table: no requests, one reading per column.
+PUBLISHED = "published_table"
+# Workloads whose trials are the waves that performance criteria compare.
+WAVES = ("cold_recovery", PUBLISHED)
 
 
 @dataclass(frozen=True)
@@ -41,8 +49,25 @@ class Counters:
 
 
 @dataclass(frozen=True)
+class TokenTimes:
+    """When the tokens of a trial arrived: ``counts[i]`` of them at ``t_ns[i]``, in no order."""
+
+    t_ns: array[int]
+    counts: array[int]
+
+    def between(self, opens_ns: int, closes_ns: int) -> int:
+        """Tokens after one stamp and up to the other."""
+        pairs = zip(self.t_ns, self.counts, strict=True)
+        return sum(count for t_ns, count in pairs if opens_ns < t_ns <= closes_ns)
+
+
+@dataclass(frozen=True)
 class TrialNumbers:
-    """What one trial shows. Token counts in tokens, times in seconds; None: not in the evidence."""
+    """What one trial shows. Token counts in tokens, times in seconds; None: not in the evidence.
+
+    ``planned``: measured requests of the schedule. Requests of a steady window come without their
+    outputs; ``token_times`` has the arrivals instead.
+    """
 
     facts: TrialFacts
     server: ServerFacts | None
@@ -56,6 +81,9 @@ class TrialNumbers:
     cold: bool | None
     complete: bool
     failure: str | None
+    planned: int | None = None
+    published: Mapping[str, float] = field(default_factory=dict)
+    token_times: TokenTimes | None = None
 
     @property
     def id(self) -> str:
@@ -97,8 +125,26 @@ class TrialNumbers:
         return tuple(_ttft(r) for r in self.requests)
 
     @property
-    def wave_throughput(self) -> float:
-        """Output tokens of ok requests over the time from first send to last end; tokens/s."""
+    def is_imported(self) -> bool:
+        """True for a point of a published table: it has readings, and no requests."""
+        return self.facts.workload == PUBLISHED
+
+    @property
+    def wave_ttft(self) -> tuple[float, str] | None:
+        """Wave statistic of TTFT in seconds and its estimator; None where a table has none."""
+        if self.is_imported:
+            value = self.published.get("ttft_s_p50")
+            return None if value is None else (value, "p50 as published")
+        return stats.wave_statistic(self.ttft_s) if self.requests else None
+
+    @property
+    def wave_throughput(self) -> float | None:
+        """Output tokens of ok requests over the time from first send to last end; tokens/s.
+
+        None where a published table has none.
+        """
+        if self.is_imported:
+            return self.published.get("throughput_tokens_per_s")
         sent = [r.sent_ns for r in self.requests if r.sent_ns is not None]
         done = [r.done_ns for r in self.requests if r.done_ns is not None]
         tokens = sum(r.completion_tokens or 0 for r in self.requests if r.outcome is Outcome.OK)
@@ -123,14 +169,17 @@ def trial_numbers(evidence: TrialEvidence) -> TrialNumbers:
     """Reads one sealed trial."""
     facts = evidence.facts
     phase, start, end = MEASURED.get(facts.workload, ("", "", ""))
-    samples, events = evidence.samples, evidence.events
+    samples = evidence.samples_at({phase, start, end, "wave_end", "reask_end"})
+    events = evidence.events
+    requests, token_times = _requests(evidence)
+    planned = evidence.planned_requests()
     ended = _last(events, "trial_ended")
     failed = _last(events, "server_failed")
     return TrialNumbers(
         facts=facts,
         server=evidence.server,
-        requests=tuple(r for r in evidence.requests if r.phase == phase),
-        all_requests=evidence.requests,
+        requests=tuple(r for r in requests if r.phase == phase),
+        all_requests=requests,
         counters=counter_deltas(samples, start, end),
         reask_counters=counter_deltas(samples, "wave_end", "reask_end"),
         disk_read_bytes=_disk_read_bytes(samples, start, end),
@@ -139,7 +188,31 @@ def trial_numbers(evidence: TrialEvidence) -> TrialNumbers:
         cold=None if (cold := _last(events, "cold")) is None else bool(cold.detail.get("ok")),
         complete=ended is not None and bool(ended.detail.get("ok")),
         failure=_failure(ended, failed),
+        planned=planned[phase] if phase else None,
+        published={
+            s.name: s.value
+            for s in samples
+            if facts.workload == PUBLISHED and s.source == PUBLISHED and s.value is not None
+        },
+        token_times=token_times,
     )
+
+
+def _requests(
+    evidence: TrialEvidence,
+) -> tuple[tuple[RequestRecord, ...], TokenTimes | None]:
+    """All requests by phase and number; a steady window's without outputs, which it never needs."""
+    if evidence.facts.workload != "steady":
+        return evidence.requests, None
+    times = TokenTimes(array("q"), array("q"))
+    records = []
+    for record, t_ns, counts in evidence.stream_requests():
+        records.append(record)
+        if record.phase == "steady":
+            times.t_ns.extend(t_ns)
+            times.counts.extend(counts)
+    records.sort(key=attrgetter("phase", "seq"))
+    return tuple(records), times
 
 
 def _failure(ended: Event | None, failed: Event | None) -> str | None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterable
 
 import psutil
 
+from harness.collectors.prometheus import parse_families
 from harness.records import MetricSample
 
+# What a simulated medium has read, counted apart from the connector's own counters.
+SIMULATED_READS = "sim:disk_read_bytes_total"
 QUANTITIES = ("disk_read_bytes", "rss_bytes", "start_time_s")
 
 
@@ -42,3 +46,22 @@ def read_processes(pids: Iterable[int], *, mark: str) -> list[MetricSample]:
             for name, value in zip(QUANTITIES, values, strict=True)
         ]
     return samples
+
+
+def with_simulated_reads(samples: Iterable[MetricSample], page: str) -> list[MetricSample]:
+    """The samples of a simulated server, whose tiers lie in memory: /proc would tell of no read.
+
+    The first process gets what the simulated medium counted, the others zero. Without that series
+    none has a value: absent is never zero.
+    """
+    reads = [value for name, _labels, value in parse_families(page) if name == SIMULATED_READS]
+    left: list[float | None] = [*reads[:1]]
+    found = []
+    for sample in samples:
+        if sample.name == "disk_read_bytes" and sample.value is not None:
+            value = None if not reads else left.pop() if left else 0.0
+            labels = {**sample.labels, "witness": "simulated medium"}
+            error = None if reads else f"{SIMULATED_READS} is absent from /metrics"
+            sample = dataclasses.replace(sample, value=value, labels=labels, error=error)
+        found.append(sample)
+    return found

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import httpx
@@ -81,11 +81,19 @@ def samples_from_page(text: str, *, mark: str, t_ns: int) -> list[MetricSample]:
     return samples
 
 
-def scrape(base_url: str, *, mark: str) -> tuple[list[MetricSample], str]:
-    """(samples, raw page). A failed scrape yields samples without values, with the error."""
+def scrape(
+    base_url: str, *, mark: str, get: Callable[[str], httpx.Response] | None = None
+) -> tuple[list[MetricSample], str]:
+    """(samples, raw page). A failed scrape yields samples without values, with the error.
+
+    ``get``: asks for a path where an address alone does not do (key, TLS, deadline).
+    """
     t_ns = time.monotonic_ns()
     try:
-        response = httpx.get(f"{base_url}/metrics", timeout=30.0, trust_env=False)
+        if get is None:
+            response = httpx.get(f"{base_url}/metrics", timeout=30.0, trust_env=False)
+        else:
+            response = get("/metrics")
         response.raise_for_status()
         return samples_from_page(response.text, mark=mark, t_ns=t_ns), response.text
     except (httpx.HTTPError, ValueError) as error:

@@ -11,11 +11,12 @@ from collections.abc import Iterable, Sequence
 from harness.analysis.cells import cells
 from harness.analysis.measures import MEASURES, Request, RunNumbers, measure
 from harness.analysis.numbers import TrialNumbers
-from harness.judge.decide import decide
+from harness.judge.decide import Looks, decide
 from harness.judge.validity import (
     arm_checks,
     differing_keys,
     effective_value,
+    imported_checks,
     invalid_trials,
     pair_name,
     trial_checks,
@@ -36,6 +37,12 @@ from harness.verdicts import (
     merge,
 )
 
+# What stands beside every verdict on a simulated server, whatever profile judged it.
+SIMULATED_LABEL = "SIMULATED, not signable"
+
+# What stands beside every verdict on imported figures, whatever profile or label they came with.
+IMPORTED_LABEL = "arithmetic of the published table"
+
 
 def judge_run(
     plan: Plan,
@@ -48,18 +55,23 @@ def judge_run(
     """The sign-off of a run whose evidence was verified."""
     servers = _servers(trials)
     pairs = list(_pairs(plan))
-    checks = [
-        *trial_checks(trials, plan.profile.validity),
-        *arm_checks(plan, servers, pairs),
-    ]
+    imported, simulated = plan.campaign.is_imported, _is_simulated(plan, trials)
+    checks = (
+        imported_checks()
+        if imported
+        else [
+            *trial_checks(trials, plan.profile.validity),
+            *arm_checks(plan, servers, pairs),
+        ]
+    )
     run = RunNumbers(tuple(trials), _valid(trials, checks))
     gates = tuple(_gate(plan, gate, run, checks, stopped) for gate in plan.gates)
     return SignOff(
         judge_version=JUDGE_VERSION,
         campaign=plan.campaign.name,
         profile=plan.campaign.profile,
-        signable=plan.profile.signable,
-        label=plan.profile.label,
+        signable=plan.profile.signable and not imported and not simulated,
+        label=_label(plan, imported=imported, simulated=simulated),
         verdict=_overall(gates),
         gates=gates,
         checks=tuple(checks),
@@ -78,6 +90,20 @@ def judge_run(
         evidence_digest=evidence_digest,
         criteria_digest=digest(plan.criteria_text),
     )
+
+
+def _is_simulated(plan: Plan, trials: Iterable[TrialNumbers]) -> bool:
+    """True when the campaign, a trial or a server says so."""
+    return any(arm.kind == "sim" for arm in plan.campaign.arms.values()) or any(
+        n.facts.figures.get("simulated") or (n.server is not None and n.server.kind == "sim")
+        for n in trials
+    )
+
+
+def _label(plan: Plan, *, imported: bool, simulated: bool) -> str:
+    if simulated:
+        return SIMULATED_LABEL
+    return IMPORTED_LABEL if imported else plan.profile.label
 
 
 def judge_arrival(plan: Plan, trials: Sequence[TrialNumbers]) -> list[CriterionResult]:
@@ -222,6 +248,8 @@ def _incomplete(plan: Plan, gate: str, run: RunNumbers, stopped: str | None) -> 
     """A run that ended early, or lacks trials of its own plan, proves less than it planned."""
     if stopped is not None:
         yield Reason(ReasonCode.GATE_NOT_REACHED, f"the run ended early: {stopped}")
+    if plan.campaign.is_imported:
+        return  # a table has the rows it has; a criterion whose row is missing has no measurement
     present = {n.id for n in run.trials}
     missing = [f.id for f in plan.trials() if f.gate == gate and f.id not in present]
     if missing:
@@ -254,8 +282,14 @@ def _result(
     )
     reference = next((n for n, a in plan.campaign.arms.items() if a.role == "hbm_only"), None)
     measurement = measure(run, Request(spec.measure, arm, baseline, level, reference))
-    verdict, reasons = decide(spec, bound, measurement)
+    levels = len(plan.campaign.cold_recovery.levels) if spec.per_level else 1
+    decision = decide(spec, bound, measurement, Looks(plan.looks, levels))
+    verdict = decision.verdict
     blocking = list(_blocking(checks, spec, run, arm, baseline, level))
+    if plan.campaign.is_imported and spec.decide != "point":
+        text = f"decide = {spec.decide!r}; allowed for imported figures: 'point'"
+        blocking.append(Reason(ReasonCode.EVIDENCE_IMPORTED, text))
+        verdict = Verdict.INCONCLUSIVE
     if blocking and verdict is not Verdict.STOP:
         # An oracle's STOP stands whatever else is wrong: wrong KV is wrong KV.
         verdict = Verdict.INCONCLUSIVE
@@ -270,8 +304,8 @@ def _result(
         level=level,
         verdict=verdict,
         bound=bound,
-        measurement=measurement,
-        reasons=(*reasons, *blocking),
+        measurement=decision.measurement,
+        reasons=(*decision.reasons, *blocking),
         decide=spec.decide,
         rationale=spec.rationale,
     )
@@ -298,7 +332,7 @@ def _blocking(
     }
     found: dict[ReasonCode, Reason] = {}
     for check in checks:
-        if not check.passed and (check.subject == pair or check.subject in cell):
+        if check.failed and (check.subject == pair or check.subject in cell):
             for reason in check.reasons:
                 found.setdefault(
                     reason.code,
@@ -349,5 +383,7 @@ def _not_tested(plan: Plan) -> Iterable[str]:
         if gate not in plan.gates:
             yield f"{gate.upper()} was not selected in this run"
     for arm in plan.campaign.arms.values():
+        if arm.kind == "sim":
+            yield f"{arm.name}: a simulated server; no vLLM, model, device or disk was tested"
         if arm.kind == "url":
             yield f"{arm.name}: run by somebody else; no restart, reset, log or process counters"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from dataclasses import dataclass
 
+from harness import stats
 from harness.plan import CriterionSpec
-from harness.verdicts import Bound, Measurement, Reason, ReasonCode, Verdict
+from harness.verdicts import Bound, Measurement, Reason, ReasonCode, Verdict, finite_or_inf
 
 # Large-effect rule of cpu-demo: every repetition clears (or misses) the target by this factor.
 LARGE_EFFECT_FACTOR = 2.0
@@ -13,24 +16,73 @@ LARGE_EFFECT_FACTOR = 2.0
 # Kind of ratio behind a measure: a reduction is 1 - ratio (small is good), a gain is ratio - 1.
 _REDUCTIONS = frozenset({"ttft_reduction"})
 
+# Chance of a wrong STOP, and of a wrong PASS, that a plan spends over all its looks (two-sided).
+ERROR_RATE = 0.05
+
+
+@dataclass(frozen=True)
+class Looks:
+    """When a plan decides, fixed before the first trial (docs/protocol.md, section 6).
+
+    ``repetitions``: of each look, ascending. ``levels``: at how many the criterion is judged; any
+    one of them can stop the gate, so a STOP shares its error rate among them.
+    """
+
+    repetitions: tuple[int, ...]
+    levels: int = 1
+
+    @property
+    def confidence(self) -> float:
+        """Of the interval at each look, two-sided."""
+        return 1 - ERROR_RATE / len(self.repetitions)
+
+    @property
+    def stop_confidence(self) -> float:
+        """Of the upper limit that a STOP rests on, two-sided."""
+        return 1 - ERROR_RATE / (len(self.repetitions) * self.levels)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Verdict and reasons; ``measurement``: as it was at the look that decided."""
+
+    verdict: Verdict
+    reasons: tuple[Reason, ...]
+    measurement: Measurement
+
 
 def decide(
-    spec: CriterionSpec, bound: Bound, measurement: Measurement
-) -> tuple[Verdict, tuple[Reason, ...]]:
-    """Verdict and reasons. A measurement that is absent or too small never passes."""
+    spec: CriterionSpec, bound: Bound, measurement: Measurement, looks: Looks | None = None
+) -> Decision:
+    """Verdict of one criterion. A measurement that is absent or too small never passes.
+
+    ``looks`` matter to ``decide = "interval"`` only; without them it decides once, over all
+    repetitions.
+    """
     if measurement.value is None:
         why = str(measurement.detail.get("absent", "no measurement"))
         code = ReasonCode(measurement.detail.get("code", ReasonCode.NO_MEASUREMENT.value))
-        return Verdict.INCONCLUSIVE, (_reason(code, why, measurement),)
+        return _decision(Verdict.INCONCLUSIVE, code, why, measurement)
     if spec.decide != "point" and measurement.n < spec.min_n:
         text = f"n = {measurement.n}; needed: {spec.min_n}"
-        return Verdict.INCONCLUSIVE, (_reason(ReasonCode.TOO_FEW_REPETITIONS, text, measurement),)
+        return _decision(Verdict.INCONCLUSIVE, ReasonCode.TOO_FEW_REPETITIONS, text, measurement)
+    if spec.decide in ("large_effect", "interval") and "ratios" not in measurement.detail:
+        text = f"measure {spec.measure} has no repetitions, which decide = {spec.decide!r} needs"
+        return _decision(Verdict.INCONCLUSIVE, ReasonCode.NO_MEASUREMENT, text, measurement)
     value = math.inf if measurement.value == "inf" else float(measurement.value)
     if spec.decide in ("exact", "point"):
-        return _exact(spec, bound, measurement, value)
-    if spec.decide == "large_effect":
-        return _large_effect(spec, bound, measurement)
-    return _interval(spec, bound, measurement, value)
+        verdict, reasons = _exact(spec, bound, measurement, value)
+    elif spec.decide == "large_effect":
+        verdict, reasons = _large_effect(spec, bound, measurement)
+    elif looks is not None and looks.repetitions:
+        return _by_looks(spec, bound, measurement, looks)
+    else:
+        verdict, reasons = _interval(bound, measurement, value, measurement.high)
+    return Decision(verdict, reasons, measurement)
+
+
+def _decision(verdict: Verdict, code: ReasonCode, text: str, measurement: Measurement) -> Decision:
+    return Decision(verdict, (_reason(code, text, measurement),), measurement)
 
 
 def _exact(
@@ -67,22 +119,87 @@ def _large_effect(
 
 
 def _interval(
-    spec: CriterionSpec, bound: Bound, measurement: Measurement, value: float
+    bound: Bound, measurement: Measurement, value: float, stop_high: float | None
 ) -> tuple[Verdict, tuple[Reason, ...]]:
+    """``stop_high``: the upper limit that a STOP rests on."""
     text = (
         f"estimate {value:.4g}, interval {measurement.low} to {measurement.high}; "
         f"target {bound.target:g}, floor {bound.floor}"
     )
-    if value == -math.inf or math.isinf(value):
+    if math.isinf(value):
         return Verdict.STOP, (_reason(ReasonCode.BELOW_TARGET, text, measurement),)
-    if measurement.low is None or measurement.high is None:
+    if measurement.low is None or stop_high is None:
         return Verdict.INCONCLUSIVE, (_reason(ReasonCode.UNDECIDED, text, measurement),)
     floor = bound.target if bound.floor is None else bound.floor
     if value >= bound.target and measurement.low >= floor:
         return Verdict.PASS, ()
-    if measurement.high < bound.target:
+    if stop_high < bound.target:
         return Verdict.STOP, (_reason(ReasonCode.BELOW_TARGET, text, measurement),)
     return Verdict.INCONCLUSIVE, (_reason(ReasonCode.UNDECIDED, text, measurement),)
+
+
+def _by_looks(
+    spec: CriterionSpec, bound: Bound, measurement: Measurement, looks: Looks
+) -> Decision:
+    """The first look that says PASS or STOP decides; what was recorded after it is not read."""
+    recorded = [float(ratio) for ratio in measurement.detail["ratios"]]
+    reached = [count for count in looks.repetitions if count <= len(recorded)]
+    if not reached:
+        text = f"n = {len(recorded)}; the first look needs {looks.repetitions[0]}"
+        return _decision(Verdict.INCONCLUSIVE, ReasonCode.TOO_FEW_REPETITIONS, text, measurement)
+    tried: list[dict[str, object]] = []
+    verdict, seen = Verdict.INCONCLUSIVE, measurement
+    reasons: tuple[Reason, ...] = ()
+    for count in reached:
+        seen, stop_high = _at_look(spec, measurement, recorded[:count], looks)
+        value = math.inf if seen.value == "inf" else float(seen.value or 0.0)
+        verdict, reasons = _interval(bound, seen, value, stop_high)
+        tried.append(
+            {
+                "repetitions": count,
+                "estimate": seen.value,
+                "low": seen.low,
+                "high": seen.high,
+                "confidence": stats.round9(looks.confidence),
+                "stop_high": stop_high,
+                "stop_confidence": stats.round9(looks.stop_confidence),
+                "verdict": verdict.value,
+            }
+        )
+        if verdict is not Verdict.INCONCLUSIVE:
+            break
+    left = [count for count in looks.repetitions if count > len(recorded)]
+    if verdict is Verdict.INCONCLUSIVE and left:
+        missing = f"look at {left[0]} repetitions not reached: {len(recorded)} valid ones"
+        reasons += (_reason(ReasonCode.TOO_FEW_REPETITIONS, missing, measurement),)
+    detail = {**measurement.detail, "looks": tried}
+    return Decision(verdict, reasons, dataclasses.replace(seen, detail=detail))
+
+
+def _at_look(
+    spec: CriterionSpec, measurement: Measurement, ratios: list[float], looks: Looks
+) -> tuple[Measurement, float | None]:
+    """The measurement over these ratios alone, and the upper limit for a STOP."""
+    reduction = spec.measure in _REDUCTIONS
+
+    def convert(ratio: float) -> float:
+        return stats.round9(1 - ratio if reduction else ratio - 1)
+
+    effect = stats.ratio_effect(ratios, confidence=looks.confidence)
+    stop = stats.ratio_effect(ratios, confidence=looks.stop_confidence)
+    edges = [convert(edge) for edge in (effect.low, effect.high) if edge is not None]
+    # The limit on the side of "more": of a reduction, the lower end of its ratio.
+    stop_edge = stop.low if reduction else stop.high
+    seen = dataclasses.replace(
+        measurement,
+        value=finite_or_inf(convert(effect.ratio)),
+        n=len(ratios),
+        low=min(edges) if edges else None,
+        high=max(edges) if edges else None,
+        confidence=stats.round9(looks.confidence) if edges else None,
+        repetitions=tuple(finite_or_inf(convert(ratio)) for ratio in ratios),
+    )
+    return seen, None if stop_edge is None else convert(stop_edge)
 
 
 def _holds(value: float, comparison: str, target: float) -> bool:

@@ -28,7 +28,25 @@ def trial_checks(trials: Sequence[TrialNumbers], bounds: ValidityBounds) -> list
 
 def invalid_trials(checks: Iterable[Check]) -> frozenset[str]:
     """Ids of trials with a failed check."""
-    return frozenset(check.subject for check in checks if not check.passed)
+    return frozenset(check.subject for check in checks if check.failed)
+
+
+def imported_checks() -> list[Check]:
+    """Every check by name, not applicable: a table of figures holds nothing to check."""
+    names = [check.__name__ for check in _CHECKS]
+    names += [check.__name__ for checks in _BY_ROLE.values() for check in checks]
+    names += ["warm", "declared_differences", "equal_compute", "equal_capacity"]
+    return [
+        Check(
+            name=name,
+            subject="published table",
+            passed=False,
+            found="no requests, counters or server facts",
+            allowed="not applicable",
+            applicable=False,
+        )
+        for name in names
+    ]
 
 
 def _check(
@@ -56,12 +74,15 @@ def _count(value: float | None, unit: str = "") -> str:
 
 
 def complete(trial: TrialNumbers, bounds: ValidityBounds) -> Check:
-    """The trial ran to its end and recorded its measured phase."""
-    fine = trial.complete and bool(trial.requests)
+    """The trial ran to its end and recorded each request that its schedule planned."""
+    recorded = len(trial.requests)
+    all_there = bool(recorded) and recorded == trial.planned
+    fine = trial.complete and all_there
+    missing = f"{recorded} of {trial.planned} planned requests recorded"
     return _check(
         trial,
         "complete",
-        found="complete" if fine else (trial.failure or "no measured request"),
+        found="complete" if fine else trial.failure or ("" if all_there else missing) or "no end",
         allowed="complete",
         fault=None if fine else ReasonCode.TRIAL_INCOMPLETE,
         file="events.jsonl",
@@ -151,6 +172,22 @@ def client_unsaturated(trial: TrialNumbers, bounds: ValidityBounds) -> Check:
         found=found,
         allowed=", ".join(f"{name} <= {limit:g}" for name, limit in limits),
         fault=ReasonCode.METRIC_ABSENT if missing else fault,
+    )
+
+
+def streamed(trial: TrialNumbers, bounds: ValidityBounds) -> Check:
+    """Tokens of most answers arrived one after the other: nothing held an answer back."""
+    several = [
+        r for r in trial.requests if r.first_token_ns is not None and (r.completion_tokens or 0) > 1
+    ]
+    at_once = sum(r.first_token_ns == r.last_token_ns for r in several)
+    return _check(
+        trial,
+        "streamed",
+        found=f"{at_once} of {len(several)} answers at one moment",
+        allowed="at most half",
+        fault=ReasonCode.NOT_STREAMED if at_once > len(several) / 2 else None,
+        file="requests.jsonl",
     )
 
 
@@ -391,6 +428,7 @@ _CHECKS: tuple[TrialCheck, ...] = (
     server_unchanged,
     not_preempted,
     client_unsaturated,
+    streamed,
 )
 _BY_ROLE: dict[str, tuple[TrialCheck, ...]] = {
     "tiered": (

@@ -29,8 +29,11 @@ CANCEL_S = 10.0
 
 _PREPARE_S = 60.0
 _PREPARE_TOKENS_PER_S = 200_000
+_WATCH_S = 1.0
 
 Progress = Callable[[int, int], None]
+# Called about once a second while nothing is heard of a run; raises to end it.
+Watch = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -56,10 +59,11 @@ class LoadClient:
         log_path: Path,
         endpoint: str = "completions",
         api_key_env: str | None = None,
+        api_key_file: str | None = None,
         verify_tls: bool = True,
         python: str = sys.executable,
     ) -> None:
-        self._target = Target(base_url, model, endpoint, api_key_env, verify_tls)
+        self._target = Target(base_url, model, endpoint, api_key_env, verify_tls, api_key_file)
         self._target.check()
         self._log_path = log_path
         self._python = python
@@ -115,13 +119,15 @@ class LoadClient:
         records_path: Path,
         deadline_s: float,
         on_progress: Progress | None = None,
+        watch: Watch | None = None,
     ) -> LoadResult:
         """Issues every request of the schedule and waits for the last.
 
         ``records_path`` is appended to as each request ends. ``deadline_s`` counts from the release
         of the barrier; past it the run is cancelled: what is in flight ends unknown (timeout), what
         was never sent ends failed (cancelled). ``on_progress`` gets (ended, planned) a few times a
-        second. When the caller is interrupted the records are still completed.
+        second. When the caller is interrupted, or ``watch`` raises, the records are still
+        completed: what is in flight ends unknown (cancelled).
 
         Raises:
             LoadError: the schedule cannot be run, or the worker failed.
@@ -130,12 +136,12 @@ class LoadClient:
         self.start()
         offset_bytes = records_path.stat().st_size if records_path.exists() else 0
         try:
-            witness = self._follow(schedule, records_path, deadline_s, on_progress)
+            witness = self._follow(schedule, records_path, deadline_s, on_progress, watch)
         except LoadError:
             self.stop()
             raise
-        except BaseException:
-            self._abandon()
+        except BaseException as error:
+            self._abandon(error)
             raise
         records = read_records(records_path, offset_bytes=offset_bytes)
         return LoadResult(_one_each(schedule, records), witness)
@@ -146,6 +152,7 @@ class LoadClient:
         records_path: Path,
         deadline_s: float,
         on_progress: Progress | None,
+        watch: Watch | None,
     ) -> ClientWitness:
         worker = self._worker
         assert worker is not None
@@ -158,9 +165,9 @@ class LoadClient:
         )
         tokens = sum(request.prompt.tokens for request in schedule.requests)
         prepare_s = _PREPARE_S + tokens / _PREPARE_TOKENS_PER_S
-        if self._await("released", prepare_s, on_progress) is None:
+        if self._await("released", prepare_s, on_progress, watch) is None:
             raise LoadError(f"the load worker did not release its users in {prepare_s:.0f} s")
-        finished = self._await("finished", deadline_s, on_progress)
+        finished = self._await("finished", deadline_s, on_progress, watch)
         if finished is None:
             worker.send(_cancel(End.TIMEOUT, f"the run's deadline of {deadline_s} s passed"))
             finished = self._await("finished", CANCEL_S, on_progress)
@@ -171,13 +178,21 @@ class LoadClient:
         return ClientWitness.from_json(finished["witness"])
 
     def _await(
-        self, event: str, timeout_s: float, on_progress: Progress | None
+        self,
+        event: str,
+        timeout_s: float,
+        on_progress: Progress | None,
+        watch: Watch | None = None,
     ) -> dict[str, Any] | None:
         """The next message of that name; reports progress meanwhile. None when it did not come."""
         assert self._worker is not None
         deadline = time.monotonic() + timeout_s
         while True:
-            message = self._worker.receive(max(0.0, deadline - time.monotonic()))
+            left_s = max(0.0, deadline - time.monotonic())
+            message = self._worker.receive(left_s if watch is None else min(left_s, _WATCH_S))
+            if message is None and watch is not None and left_s > _WATCH_S:
+                watch()
+                continue
             if message is None or message["event"] == event:
                 return message
             if message["event"] == "failed":
@@ -185,11 +200,14 @@ class LoadClient:
             if message["event"] == "progress" and on_progress is not None:
                 on_progress(message["done"], message["total"])
 
-    def _abandon(self) -> None:
-        """Has the worker record what is in flight, for a caller that was interrupted."""
+    def _abandon(self, error: BaseException) -> None:
+        """Has the worker record what is in flight, for a caller that goes no further."""
         assert self._worker is not None
+        why = f"the server was given up: {error}".splitlines()[0][:300]
+        if not isinstance(error, Exception):
+            why = "the harness was interrupted"
         with contextlib.suppress(LoadError):
-            self._worker.send(_cancel(End.CANCELLED, "the harness was interrupted"))
+            self._worker.send(_cancel(End.CANCELLED, why))
             if self._await("finished", CANCEL_S, None) is not None:
                 return
         self.stop()

@@ -451,7 +451,7 @@ def _user_class(wave: Wave) -> type[CompletionUser]:
 
 def _serve(commands: Any, replies: int) -> None:
     target = Target.from_json(json.loads(commands.readline()))
-    secret = os.environ[target.api_key_env].strip() if target.api_key_env else None
+    secret = _secret(target)
     worker = Worker(target, secret, replies)
     # What was imported lives as long as the process: no collection needs to look at it again.
     gc.collect()
@@ -459,6 +459,16 @@ def _serve(commands: Any, replies: int) -> None:
     worker.reply("ready", pid=os.getpid())
     while line := commands.readline():
         worker.obey(json.loads(line))
+
+
+def _secret(target: Target) -> str | None:
+    """The API key, read here so that it is in no argument and no message."""
+    if target.api_key_env is not None:
+        return os.environ[target.api_key_env].strip()
+    if target.api_key_file is not None:
+        path = Path(os.path.expandvars(target.api_key_file)).expanduser()
+        return path.read_text(encoding="utf-8").strip()
+    return None
 
 
 def main() -> None:

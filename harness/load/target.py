@@ -26,6 +26,7 @@ class Target(Record):
     endpoint: str = "completions"
     api_key_env: str | None = None
     verify_tls: bool = True
+    api_key_file: str | None = None
 
     def check(self) -> None:
         """Raises LoadError when the target cannot be used."""

@@ -14,6 +14,7 @@ import httpx
 
 from harness.collectors.prometheus import parse_families
 from harness.errors import ServerError
+from harness.server.access import Access
 
 # Lines of vLLM's log (0.20.1 and 0.32.0) and what they tell. `(\w+ pid=..)` prefixes are skipped.
 _LOG_FACTS: tuple[tuple[str, str], ...] = (
@@ -31,23 +32,27 @@ _TIER_READY = re.compile(r"kvgate tier ready: (\{.*\})")
 _ERROR_LINE = re.compile(r"\b(ERROR|CRITICAL)\b|Error:|Traceback|error:")
 
 
-def effective_configuration(base_url: str, log: str) -> tuple[dict[str, Any], dict[str, str]]:
+def effective_configuration(
+    access: Access, log: str, *, timeout_s: float = 30.0
+) -> tuple[dict[str, Any], dict[str, str]]:
     """(effective configuration, versions) of a running server. Raises ServerError if silent."""
     effective: dict[str, Any] = from_log(log)
     versions: dict[str, str] = {}
     try:
-        with httpx.Client(base_url=base_url, timeout=30.0, trust_env=False) as client:
-            version = client.get("/version")
-            if version.status_code == 200:
-                versions["vllm"] = str(version.json().get("version"))
-            models = client.get("/v1/models")
-            if models.status_code == 200 and models.json().get("data"):
-                effective["max_model_len"] = models.json()["data"][0].get("max_model_len")
-            metrics = client.get("/metrics")
-            if metrics.status_code == 200:
-                effective |= from_metrics(metrics.text)
+        version = access.get("/version", timeout_s=timeout_s)
+        if version.status_code == 200:
+            versions["vllm"] = access.redacted(str(version.json().get("version")))
+        models = access.get("/v1/models", timeout_s=timeout_s)
+        if models.status_code == 200 and models.json().get("data"):
+            effective["max_model_len"] = models.json()["data"][0].get("max_model_len")
+        metrics = access.get("/metrics", timeout_s=timeout_s)
+        if metrics.status_code == 200:
+            effective |= from_metrics(metrics.text)
     except (httpx.HTTPError, ValueError, TypeError, AttributeError, LookupError) as error:
-        raise ServerError(f"{base_url}: cannot read the configuration back: {error}") from error
+        raise ServerError(
+            f"{access.base_url}: cannot read the configuration back: "
+            f"{access.redacted(str(error)) or type(error).__name__}"
+        ) from error
     return effective, versions
 
 

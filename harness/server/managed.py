@@ -9,7 +9,6 @@ import contextlib
 import json
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -22,16 +21,21 @@ from types import TracebackType
 from typing import Protocol, Self
 
 import httpx
-import psutil
 
+from harness import interrupts, ownership
 from harness.arms import SERVED_MODEL_NAME, LaunchSpec
-from harness.errors import ServerError, ServerExited, StartTimeout
+from harness.errors import ServerError, ServerExited, ServerSilent, StartTimeout
+from harness.ownership import OwnedProcess, OwnedServer, start_ticks
 from harness.records import ProcessFacts, ServerFacts
+from harness.server.access import Access
 from harness.server.facts import effective_configuration, error_lines
 
 logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 20.0
+ANSWER_DEADLINE_S = 60.0
+# A refused connection is told before the end of the process behind it.
+EXIT_TOLD_S = 3.0
 SHARED_MEMORY = "/dev/shm"
 Progress = Callable[[str], None]
 
@@ -43,6 +47,9 @@ class Server(Protocol):
     model: str
     owned: bool
 
+    @property
+    def access(self) -> Access: ...
+
     def facts(self) -> ServerFacts: ...
 
     def pids(self) -> list[int]: ...
@@ -52,6 +59,8 @@ class Server(Protocol):
     def log_size(self) -> int: ...
 
     def check_alive(self) -> None: ...
+
+    def check_answers(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -79,7 +88,10 @@ class ManagedServer:
         log_path: Path,
         progress: Progress | None = None,
         stop_grace_s: float = STOP_GRACE_S,
+        answer_deadline_s: float = ANSWER_DEADLINE_S,
+        on_tree: Callable[[OwnedServer], None] | None = None,
     ) -> None:
+        """``on_tree`` hears of the tree whenever it grew, so that others may end it."""
         self.spec = spec
         self.log_path = log_path
         self.leftovers = Leftovers()
@@ -87,7 +99,11 @@ class ManagedServer:
         self._supervisor: subprocess.Popen[str] | None = None
         self._exit_code: int | None = None
         self._stop_grace_s = stop_grace_s
+        self._answer_deadline_s = answer_deadline_s
+        self._on_tree = on_tree or (lambda _tree: None)
         self._listener: threading.Thread | None = None
+        self._ended = threading.Event()
+        self._seen_supervisor: OwnedProcess | None = None
         self._seen_processes: dict[int, int] = {}
         self._seen_shared_memory: set[str] = set()
         self._foreign: frozenset[str] = frozenset()
@@ -110,6 +126,11 @@ class ManagedServer:
     ) -> None:
         self.stop()
 
+    @property
+    def access(self) -> Access:
+        """How to ask the server."""
+        return Access(self.base_url)
+
     def start(self) -> None:
         """Starts the tree and waits until it answers. Raises StartTimeout or ServerExited."""
         if not Path(self.spec.argv[0]).is_file():
@@ -120,7 +141,16 @@ class ManagedServer:
         self.port = self._choose_port()
         self.base_url = f"http://127.0.0.1:{self.port}"
         self._foreign = _shared_memory_names()
-        self._supervisor = subprocess.Popen(
+        with interrupts.shield():  # a tree that nobody holds would have to be found again
+            self._supervisor = self._spawn()
+            self._listener = threading.Thread(
+                target=self._listen, args=(self._supervisor,), daemon=True
+            )
+            self._listener.start()
+        self._wait_until_ready()
+
+    def _spawn(self) -> subprocess.Popen[str]:
+        supervisor = subprocess.Popen(
             [
                 sys.executable,
                 "-m",
@@ -137,11 +167,10 @@ class ManagedServer:
             env=self.spec.environment,
             start_new_session=True,  # Ctrl-C reaches the harness alone, which then stops in order
         )
-        self._listener = threading.Thread(
-            target=self._listen, args=(self._supervisor,), daemon=True
-        )
-        self._listener.start()
-        self._wait_until_ready()
+        ticks = start_ticks(supervisor.pid)
+        self._seen_supervisor = None if ticks is None else OwnedProcess(supervisor.pid, ticks)
+        self._tell_tree()
+        return supervisor
 
     def _choose_port(self) -> int:
         with socket.socket() as probe:
@@ -161,6 +190,8 @@ class ManagedServer:
             event = json.loads(line)
             if event["event"] == "exited":
                 self._exit_code = event["code"]
+                self._ended.set()
+        self._ended.set()  # the supervisor itself is gone
 
     def _wait_until_ready(self) -> None:
         started = time.monotonic()
@@ -188,24 +219,59 @@ class ManagedServer:
     def check_alive(self) -> None:
         """Raises ServerExited, with the last error lines of the log, when the server has ended."""
         supervisor = self._supervisor
-        ended = supervisor is not None and supervisor.poll() is not None
-        if self._exit_code is not None or ended:
-            raise ServerExited(
-                f"arm {self.spec.arm}: the server ended by itself with code {self._exit_code}; "
-                f"last lines of {self.log_path.name}:\n" + error_lines(self.log_text())
+        if self._exit_code is not None:
+            how = f"the server ended by itself with code {self._exit_code}"
+        elif supervisor is not None and supervisor.poll() is not None:
+            how = (
+                f"the supervisor of the server ended with code {supervisor.returncode}, and the "
+                "server with it"
             )
+        else:
+            return
+        raise ServerExited(
+            f"arm {self.spec.arm}: {how}; last lines of {self.log_path.name}:\n"
+            + error_lines(self.log_text())
+        )
+
+    def check_answers(self) -> None:
+        """Raises ServerExited or ServerSilent when there is no answer within the deadline."""
+        self.check_alive()
+        try:
+            status = self.access.get("/health", timeout_s=self._answer_deadline_s).status_code
+        except httpx.TimeoutException:
+            how = f"no answer from /health in {self._answer_deadline_s:g} s"
+        except httpx.HTTPError as error:
+            how = f"/health: {type(error).__name__}: {error}"
+        else:
+            if status < 500:
+                return
+            how = f"/health answered {status}"
+        if not how.startswith("no answer"):
+            self._ended.wait(EXIT_TOLD_S)
+        self.check_alive()
+        raise ServerSilent(
+            f"arm {self.spec.arm}: the server stopped answering: {how} (allowed: "
+            f"server.answer_deadline_s); last lines of {self.log_path.name}:\n"
+            + error_lines(self.log_text())
+        )
 
     def facts(self) -> ServerFacts:
         """What was asked for and what the server itself says, read back now."""
         processes = []
         for pid in self.pids():
-            stat = _stat(pid)
+            stat = ownership.stat_fields(pid)
             if stat is not None:  # a short-lived child may have ended in between
                 processes.append(ProcessFacts(pid, int(stat[1][19]), stat[0]))
-        effective, versions = effective_configuration(self.base_url, self.log_text())
+        try:
+            effective, versions = effective_configuration(
+                self.access, self.log_text(), timeout_s=self._answer_deadline_s
+            )
+        except ServerError:
+            self.check_answers()  # a server that died or hangs is the better reason
+            raise
         return ServerFacts(
             arm=self.spec.arm,
-            kind="vllm",
+            kind=self.spec.kind,
             argv=(*self.spec.argv, "--port", str(self.port)),
             environment=self.spec.recorded_environment(),
             effective=effective,
@@ -216,7 +282,7 @@ class ManagedServer:
     def pids(self) -> list[int]:
         """The server's process and all its descendants, without the supervisor."""
         self._note_tree()
-        return [] if self._supervisor is None else _descendants(self._supervisor.pid)
+        return [] if self._supervisor is None else ownership.descendants(self._supervisor.pid)
 
     def log_text(self, start: int = 0) -> str:
         """The captured log from a byte offset on."""
@@ -231,7 +297,14 @@ class ManagedServer:
         return self.log_path.stat().st_size if self.log_path.is_file() else 0
 
     def stop(self) -> Leftovers:
-        """Stops the whole tree and looks for what is left. Idempotent; raises nothing."""
+        """Stops the whole tree and looks for what is left. Idempotent; raises nothing.
+
+        A Ctrl-C meanwhile waits until it is done.
+        """
+        with interrupts.shield():
+            return self._stop()
+
+    def _stop(self) -> Leftovers:
         supervisor = self._supervisor
         if supervisor is None:
             return self.leftovers
@@ -240,16 +313,13 @@ class ManagedServer:
         self._end(supervisor)
         # Only with the supervisor gone before its time is anything left. A pid alone may be reused
         # by now; together with its start time it is the process we saw.
-        left = [pid for pid, ticks in self._seen_processes.items() if _start_ticks(pid) == ticks]
-        for pid in left:
-            _kill(pid)
-        for pid in left:
-            _wait_gone(pid, self._seen_processes[pid], seconds=10.0)
+        seen = [OwnedProcess(pid, ticks) for pid, ticks in self._seen_processes.items()]
+        left = tuple(process.pid for process in ownership.kill(seen))
         shared = sorted(path for path in self._seen_shared_memory if os.path.exists(path))
         for path in shared:
             with contextlib.suppress(OSError):
                 os.unlink(path)
-        self.leftovers = Leftovers(tuple(left), tuple(shared), _port_open(self.port))
+        self.leftovers = Leftovers(left, tuple(shared), _port_open(self.port))
         if self.leftovers:
             logger.warning("arm=%s left behind: %s", self.spec.arm, self.leftovers)
         return self.leftovers
@@ -277,8 +347,9 @@ class ManagedServer:
         Files that lay there before the start are somebody else's.
         """
         supervisor = supervisor or self._supervisor
-        for pid in [] if supervisor is None else _descendants(supervisor.pid):
-            ticks = _start_ticks(pid)
+        before = len(self._seen_processes), len(self._seen_shared_memory)
+        for pid in [] if supervisor is None else ownership.descendants(supervisor.pid):
+            ticks = start_ticks(pid)
             if ticks is not None:
                 self._seen_processes[pid] = ticks
             try:
@@ -290,6 +361,22 @@ class ManagedServer:
                 _, found, name = line.partition(f"{SHARED_MEMORY}/")
                 if found and not name.endswith(" (deleted)") and name not in self._foreign:
                     self._seen_shared_memory.add(f"{SHARED_MEMORY}/{name}")
+        if (len(self._seen_processes), len(self._seen_shared_memory)) != before:
+            self._tell_tree()
+
+    def _tell_tree(self) -> None:
+        shared = (ownership.owned_path(path) for path in sorted(self._seen_shared_memory))
+        self._on_tree(
+            OwnedServer(
+                arm=self.spec.arm,
+                port=self.port,
+                supervisor=self._seen_supervisor,
+                processes=tuple(
+                    OwnedProcess(pid, ticks) for pid, ticks in self._seen_processes.items()
+                ),
+                shared_memory=tuple(path for path in shared if path is not None),
+            )
+        )
 
 
 class ExternalServer:
@@ -297,10 +384,23 @@ class ExternalServer:
 
     owned = False
 
-    def __init__(self, arm: str, base_url: str, model: str) -> None:
-        self.arm, self.base_url, self.model = arm, base_url.rstrip("/"), model
+    def __init__(
+        self,
+        arm: str,
+        base_url: str,
+        model: str,
+        *,
+        secret: str | None = None,
+        verify_tls: bool = True,
+        answer_deadline_s: float = ANSWER_DEADLINE_S,
+    ) -> None:
+        self.arm, self.model = arm, model
+        self.access = Access(base_url, secret, verify_tls)
+        self.base_url = self.access.root_url
+        self._answer_deadline_s = answer_deadline_s
 
     def __enter__(self) -> Self:
+        self.check_answers()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -308,7 +408,9 @@ class ExternalServer:
 
     def facts(self) -> ServerFacts:
         """What the server says of itself over HTTP."""
-        effective, versions = effective_configuration(self.base_url, "")
+        effective, versions = effective_configuration(
+            self.access, "", timeout_s=self._answer_deadline_s
+        )
         return ServerFacts(
             arm=self.arm,
             kind="url",
@@ -332,12 +434,24 @@ class ExternalServer:
 
     def check_alive(self) -> None:
         """Raises ServerError when the server does not answer."""
+        self.check_answers()
+
+    def check_answers(self) -> None:
+        """Raises ServerError when the server is silent, fails or refuses the key."""
         try:
-            httpx.get(f"{self.base_url}/v1/models", timeout=10.0, trust_env=False)
-        except httpx.TransportError as error:
-            raise ServerError(
-                f"arm {self.arm}: {self.base_url} does not answer: {error}"
+            status = self.access.get("/v1/models", timeout_s=self._answer_deadline_s).status_code
+        except httpx.HTTPError as error:
+            raise ServerSilent(
+                f"arm {self.arm}: {self.base_url} does not answer: {type(error).__name__}: "
+                f"{self.access.redacted(str(error))}; check the arm's url"
             ) from error
+        if status in (401, 403):
+            raise ServerError(
+                f"arm {self.arm}: {self.base_url} refuses us with status {status}; check "
+                "api_key_env or api_key_file of the arm"
+            )
+        if status >= 500:
+            raise ServerSilent(f"arm {self.arm}: {self.base_url}/v1/models answered {status}")
 
 
 def _shared_memory_names() -> frozenset[str]:
@@ -345,40 +459,6 @@ def _shared_memory_names() -> frozenset[str]:
         return frozenset(os.listdir(SHARED_MEMORY))
     except OSError:
         return frozenset()
-
-
-def _descendants(pid: int) -> list[int]:
-    try:
-        return sorted(child.pid for child in psutil.Process(pid).children(recursive=True))
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _stat(pid: int) -> tuple[str, list[str]] | None:
-    """(name, fields from the third on) of /proc/PID/stat; None when the process is gone."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            text = file.read()
-    except OSError:
-        return None
-    return text[text.index("(") + 1 : text.rindex(")")], text.rpartition(")")[2].split()
-
-
-def _start_ticks(pid: int) -> int | None:
-    """Start time in clock ticks since boot; None when the process has ended."""
-    stat = _stat(pid)
-    return None if stat is None or stat[1][0] in "ZX" else int(stat[1][19])
-
-
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-
-
-def _wait_gone(pid: int, ticks: int, *, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while _start_ticks(pid) == ticks and time.monotonic() < deadline:
-        time.sleep(0.02)  # polling for a process to end, bounded by the deadline
 
 
 def _port_open(port: int) -> bool:

@@ -73,6 +73,8 @@ def _stop_tree(server: subprocess.Popen[bytes], grace_s: float) -> list[int]:
     else:
         for pid in _descendants():
             _send(pid, signal.SIGTERM)
+    for pid in _descendants():
+        _send(pid, signal.SIGCONT)  # a stopped process would hear the signal after its grace only
     if not _gone_within(server, grace_s):
         for pid in _descendants():
             _send(pid, signal.SIGKILL)

@@ -488,7 +488,7 @@ def test_against_a_dictionary(
                 stored = set(durable)
             elif directory is not None:
                 durable = set()
-                for path in directory.rglob("*.kv"):
+                for path in directory.glob("*/r0/*/*.kv"):
                     path.write_bytes(b"damage")
     finally:
         rig.close()

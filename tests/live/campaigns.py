@@ -1,6 +1,7 @@
 """Small campaigns for live tests: a two-layer model and 1,600-token sessions, a minute per arm.
 
-Timing criteria of so small a model decide nothing; live tests look at validity, oracles and reasons.
+Timing criteria of so small a model decide nothing; live tests look at validity, oracles and
+reasons.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""It can fail: known-bad arms on real CPU vLLM, each with its verdict and reason, and a clean control.
+"""It can fail: known-bad arms on real CPU vLLM, each with its verdict, and a clean control.
 
-All bad arms share one run and its baselines. Only G3 is selected, so that no arm's arrival stops the
-others; the arrival gate is shown on its own.
+All bad arms share one run and its baselines. Only G3 is selected, so that no arm's arrival stops
+the others; the arrival gate is shown on its own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """One small campaign end to end on real CPU vLLM: the live smoke of CI.
 
-Shown: every arm starts and stops without a rest, every wave is proved cold, restored output is exact,
-planted faults are seen, and the evidence judges to the same bytes without vLLM. Not shown: speed.
+Shown: every arm starts and stops without a rest, every wave is proved cold, restored output is
+exact, planted faults are seen, and the evidence judges to the same bytes without vLLM. Not shown:
+speed.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Figures published by others, with their licences: see README.md beside this file."""

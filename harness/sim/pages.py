@@ -1,0 +1,107 @@
+"""What the server says of itself: the /metrics page in two dialects, and its start-up log. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from harness.sim.config import SimConfig
+from harness.sim.counters import ENGINE, GAUGES, TIER, Counters
+from harness.sim.engine import SimModel
+
+MARK = "SIMULATED by harness.sim: no vLLM, no model, no device"
+DISK_WITNESS = "sim:disk_read_bytes_total"
+# Not on the page of 0.20.1.
+_SINCE_0_32 = ("vllm:prompt_tokens_by_source", "vllm:prompt_tokens_cached_by_source")
+
+
+def metrics_page(
+    config: SimConfig,
+    counters: Counters,
+    *,
+    model_name: str,
+    disk_read_bytes: int,
+    engines: int = 1,
+    with_tier: bool = True,
+    prefix: str = "kvgate:tier_",
+) -> str:
+    """The exposition page. ``prefix``: what the tier's series are called instead."""
+    lines = [f"# {MARK}"]
+    for engine in range(engines):
+        own = {"engine": str(engine), "model_name": model_name}
+        lines += _engine_lines(config, counters, own)
+        if config.medium is not None and with_tier:
+            lines += [
+                line.replace("kvgate:tier_", prefix, 1) for line in _tier_lines(counters, own)
+            ]
+        cache = {
+            "block_size": str(config.block_tokens),
+            "enable_prefix_caching": str(config.prefix_caching),
+            "engine": str(engine),
+            "num_gpu_blocks": str(config.device_blocks),
+        }
+        lines.append(_line("vllm:cache_config_info", cache, 1))
+    lines.append(_line(DISK_WITNESS, {}, disk_read_bytes))
+    return "\n".join(lines) + "\n"
+
+
+def _engine_lines(config: SimConfig, counters: Counters, own: dict[str, str]) -> Iterator[str]:
+    for series, parts in ENGINE.items():
+        if "external" in series and config.medium is None:
+            continue
+        if series in _SINCE_0_32 and config.dialect == "0.20.1":
+            continue
+        yield from _counter_lines(counters, series, parts, own)
+
+
+def _tier_lines(counters: Counters, own: dict[str, str]) -> Iterator[str]:
+    for series, parts in TIER.items():
+        yield from _counter_lines(counters, series, parts, own)
+    for series in GAUGES:
+        yield f"# TYPE {series} gauge"
+        yield _line(series, own, counters.gauges.get(series, 0))
+
+
+def _counter_lines(
+    counters: Counters, series: str, parts: tuple[str, ...], own: dict[str, str]
+) -> Iterator[str]:
+    yield f"# TYPE {series} counter"
+    label = "tier" if series.startswith("kvgate:") else "source"
+    for part in parts:
+        labels = {**own, label: part} if part else own
+        yield _line(f"{series}_total", labels, counters.published.get((series, part), 0))
+
+
+def _line(series: str, labels: dict[str, str], value: float) -> str:
+    shown = ",".join(f'{name}="{text}"' for name, text in sorted(labels.items()))
+    return f"{series}{{{shown}}} {float(value)!r}" if shown else f"{series} {float(value)!r}"
+
+
+def start_up_log(config: SimConfig, model: SimModel, *, model_path: str, pid: int) -> str:
+    """The lines that `harness.server.facts` reads, in vLLM's words, after one that says so."""
+    cores = ", ".join(str(core) for core in range(config.compute_threads))
+    engine = f"(EngineCore pid={pid}) INFO"
+    lines = [
+        f"{MARK}; dialect of vLLM {config.dialect}",
+        f"{engine} [core.py] Initializing a V1 LLM engine (v{config.dialect}) with config: "
+        f"model={model_path!r}, dtype=torch.{model.dtype}, max_seq_len={model.max_model_len}, "
+        "tensor_parallel_size=1, enforce_eager=True, kv_cache_dtype=auto, device_config=sim, "
+        f"enable_prefix_caching={config.prefix_caching}, enable_chunked_prefill=True, "
+        f"max_num_batched_tokens={config.chunk_tokens}",
+        f"{engine} [ompmultiprocessing.py] \tlocal_rank=0, core ids=[{cores}]",
+    ]
+    if config.medium is not None:
+        ready = {
+            "block_tokens": config.block_tokens,
+            "direct_io": config.medium == "disk",
+            "host_pool_bytes": config.host_pool_bytes,
+            "kv_bytes_per_token": model.kv_bytes_per_token,
+            "medium": config.medium,
+            "simulated": True,
+        }
+        lines += [
+            f"{engine} [factory.py] Creating v1 connector with name: KvgateTierConnector and "
+            "engine_id: sim",
+            f"{engine} [connector.py] kvgate tier ready: {json.dumps(ready, sort_keys=True)}",
+        ]
+    return "\n".join(lines) + "\n"
