@@ -79,7 +79,7 @@ def test_interval_of_a_look_is_worked_by_hand() -> None:
     [
         pytest.param(around(0.60, 0.01, 24), PASS, [6], id="clearly good at the first look"),
         pytest.param(around(0.90, 0.01, 24), STOP, [6], id="clearly bad at the first look"),
-       # Half widths in ln at spread 0.1: 0.158, 0.085, 0.054; to the floor: ln(0.78 / 0.72), 0.080.
+        # Half widths in ln, spread 0.1: 0.158, 0.085, 0.054; to the floor: ln(0.78 / 0.72), 0.080.
         pytest.param(around(0.72, 0.10, 24), PASS, [6, 12, 24], id="good at the last look"),
         pytest.param(around(0.83, 0.10, 24), STOP, [6, 12, 24], id="bad at the last look"),
         pytest.param(around(0.745, 0.10, 24), INCONCLUSIVE, [6, 12, 24], id="never decided"),
