@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from harness.analysis import measure_run
+from harness.analysis.numbers import PUBLISHED
 from harness.errors import DigestMismatch, EvidenceError, PlanError, Unsealed
 from harness.judge import judge_run, unjudgeable, unknown_measures
 from harness.plan import GATES, Plan, parse_campaign, parse_criteria
 from harness.records import RecordError
-from harness.store import RunEvidence, open_run
+from harness.store import RunEvidence, TrialEvidence, open_run
 from harness.verdicts import ReasonCode, SignOff
 
 
@@ -28,10 +30,7 @@ def judge_directory(path: Path) -> SignOff:
         misnamed = [t.path.name for t in run.trials if t.path.name != t.id]
         if misnamed:
             raise EvidenceError(f"trials/{misnamed[0]}/trial.json: describes another trial")
-        numbers = measure_run(plan, run.trials)
-        mixed = [n.id for n in numbers if n.is_imported is not plan.campaign.is_imported]
-        if mixed:
-            raise EvidenceError(f"trials/{mixed[0]}: imported and measured trials in one run")
+        numbers = measure_run(plan, _trials(plan, run))
         return judge_run(
             plan, numbers, plan_record=run.plan, stopped=run.stopped, evidence_digest=run.digest
         )
@@ -44,7 +43,15 @@ def judge_directory(path: Path) -> SignOff:
     except (EvidenceError, RecordError, PlanError) as error:
         text = str(error).replace(f"{path}/", "")
         return _unjudgeable(path, ReasonCode.EVIDENCE_MALFORMED, text.splitlines())
-    except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
         text = f"{type(error).__name__}: {error}"
         return _unjudgeable(path, ReasonCode.JUDGE_FAILED, [text])
 
@@ -73,6 +80,35 @@ def plan_of(run: RunEvidence) -> Plan:
     if problems:
         raise PlanError(problems)
     return plan
+
+
+def _trials(plan: Plan, run: RunEvidence) -> list[TrialEvidence]:
+    """The trials, each with the plan's figures. Raises EvidenceError where its own differ.
+
+    A trial that ended before it was given any has the plan's; it is incomplete in any case.
+    """
+    imported = plan.campaign.is_imported
+    mixed = [t.id for t in run.trials if (t.facts.workload == PUBLISHED) is not imported]
+    if mixed:
+        raise EvidenceError(f"trials/{mixed[0]}: imported and measured trials in one run")
+    if imported:
+        return list(run.trials)
+    trials = []
+    for trial in run.trials:
+        arm = plan.campaign.arms.get(trial.facts.arm)
+        if arm is None:
+            raise EvidenceError(f"trials/{trial.id}/trial.json: the campaign has no such arm")
+        found, planned = trial.facts.figures, plan.figures(arm)
+        wrong = [key for key in planned if found and found.get(key) != planned[key]]
+        if wrong:
+            key = wrong[0]
+            raise EvidenceError(
+                f"trials/{trial.id}/trial.json: figures.{key}: found {found.get(key)!r}; "
+                f"the plan says {planned[key]!r}"
+            )
+        facts = dataclasses.replace(trial.facts, figures={**found, **planned})
+        trials.append(dataclasses.replace(trial, facts=facts))
+    return trials
 
 
 def _plan_problems(record: Any) -> Iterator[str]:

@@ -459,6 +459,13 @@ def kv_bytes_per_token(config: dict[str, Any], dtype_bytes: int | None = None) -
         raise PlanError(
             [f"model.path: config.json has no {error}; required to compute the KV size"]
         ) from error
+    except (TypeError, ZeroDivisionError, AttributeError) as error:
+        raise PlanError(
+            [f"model.path: config.json: cannot compute the KV size: {error}"]
+        ) from error
+    for what, value in (("layers", layers), ("KV heads", heads), ("head size", head_size)):
+        if type(value) is not int or not 0 < value < 2**31:
+            raise PlanError([f"model.path: config.json: {what}: found {value!r}; allowed: above 0"])
     size = dtype_bytes or {"float32": 4, "bfloat16": 2, "float16": 2}.get(name, 2)
     return int(2 * layers * heads * head_size * size)
 
@@ -511,6 +518,20 @@ class Plan:
             device_kv_bytes=None if device is None else device * per_token,
             cached_tokens_per_session=(work.prompt_tokens - 1) // block * block,
         )
+
+    def figures(self, arm: Arm) -> dict[str, Any]:
+        """What each trial of an arm is checked against; every trial carries a copy."""
+        sizes, work = self.sizes, self.campaign.cold_recovery
+        return {
+            "role": arm.role,
+            "medium": arm.medium,
+            "kv_bytes_per_token": sizes.kv_bytes_per_token,
+            "block_tokens": sizes.block_tokens,
+            "cached_tokens_per_session": sizes.cached_tokens_per_session,
+            "prompt_tokens": work.prompt_tokens,
+            "output_tokens": work.output_tokens,
+            **({"simulated": True} if arm.kind == "sim" else {}),
+        }
 
     @property
     def looks(self) -> tuple[int, ...]:

@@ -349,17 +349,7 @@ def _seal(context: TrialContext) -> None:
 
 def trial_figures(plan: Plan, arm: Arm) -> dict[str, Any]:
     """The plan's figures that analysis checks this trial against."""
-    sizes, work = plan.sizes, plan.campaign.cold_recovery
-    return {
-        "role": arm.role,
-        "medium": arm.medium,
-        "kv_bytes_per_token": sizes.kv_bytes_per_token,
-        "block_tokens": sizes.block_tokens,
-        "cached_tokens_per_session": sizes.cached_tokens_per_session,
-        "prompt_tokens": work.prompt_tokens,
-        "output_tokens": work.output_tokens,
-        **({"simulated": True} if arm.kind == "sim" else {}),
-    }
+    return plan.figures(arm)
 
 
 # --- workloads --------------------------------------------------------------

@@ -255,7 +255,7 @@ def damage(data: st.DataObject, line: bytes) -> bytes:
     if kind == "missing":
         return dumped(changed(value, (key,), ...))
     if kind == "type":
-        return dumped({**value, key: {"surprise": [1]} if key != "detail" else 5})
+        return dumped({**value, key: 5 if key in ("detail", "figures") else {"surprise": [1]}})
     if kind == "twice":
         return b"{" + dumped(key) + b":" + dumped(value[key]) + b"," + line.strip()[1:]
     if kind == "nan":
@@ -305,6 +305,88 @@ def test_any_value_anywhere_gives_a_verdict_with_reasons(
         altered.write(file, b"\n".join(lines) + (b"\n" if file.suffix == ".jsonl" else b""))
         altered.reseal(file)
         judged(root, page=page)
+
+
+FORGED: list[tuple[str, str, dict[str, Any], str]] = [
+    (
+        "no role, so no cold proof is asked",
+        "*-tiered_disk-steady-*",
+        {"role": None},
+        "figures.role",
+    ),
+    ("another arm's role", "*-tiered_disk-steady-*", {"role": "hbm_only"}, "figures.role"),
+    ("fewer bytes per token", "*-tiered_disk-*-c2-r1", {"kv_bytes_per_token": 1}, "kv_bytes"),
+    (
+        "fewer tokens to restore",
+        "*-tiered_disk-*-c2-r1",
+        {"cached_tokens_per_session": 0},
+        "cached",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "figures", "where"), [case[1:] for case in FORGED], ids=[case[0] for case in FORGED]
+)
+def test_a_trial_is_checked_against_the_plan_and_not_against_its_own_copy(
+    sealed: Path, pattern: str, figures: dict[str, Any], where: str
+) -> None:
+    file = sorted(sealed.glob(f"trials/{pattern}"))[0] / "trial.json"
+    facts = json.loads(file.read_text())
+    facts["figures"].update(figures)
+    with Altered(sealed) as altered:
+        altered.write(file, dumped(facts))
+        altered.reseal(file)
+        signoff = judged(sealed)
+    assert signoff.verdict is Verdict.INCONCLUSIVE
+    assert where in signoff.gates[0].reasons[0].text
+
+
+def test_a_trial_under_another_name_is_refused(sealed: Path) -> None:
+    # A slow repetition that calls itself another one would be left out of the pairs.
+    file = next(sealed.glob("trials/*-recompute-cold_recovery-c2-r2")) / "trial.json"
+    with Altered(sealed) as altered:
+        altered.write(file, dumped({**json.loads(file.read_text()), "repetition": 1}))
+        altered.reseal(file)
+        signoff = judged(sealed)
+    assert "describes another trial" in signoff.gates[0].reasons[0].text
+
+
+def test_requests_left_out_of_the_record_make_the_trial_incomplete(sealed: Path) -> None:
+    # The slowest request of a wave dropped, with all counters as they were.
+    file = next(sealed.glob("trials/*-tiered_disk-cold_recovery-c2-r2")) / "requests.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    wave = [line for line in lines if b'"phase":"wave"' in line]
+    with Altered(sealed) as altered:
+        altered.write(file, b"".join(line for line in lines if line != wave[-1]))
+        altered.reseal(file)
+        signoff = judged(sealed)
+    (check,) = [c for c in signoff.checks if c.name == "complete" and not c.passed]
+    assert check.found == "1 of 2 planned requests recorded"
+    assert signoff.verdict is Verdict.INCONCLUSIVE
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ('baseline = "recompute"\n', "", "baseline: found none; measure ttft_reduction compares"),
+        ("per_level = true\n", "", "per_level: found false; waves of several levels do not mix"),
+        ('"ttft_reduction"', '"speed"', "measure: found 'speed'; allowed: "),
+    ],
+)
+def test_criteria_that_nobody_can_compute_are_refused(
+    sealed: Path, old: str, new: str, problem: str
+) -> None:
+    file = sealed / "criteria.toml"
+    head, table, rest = file.read_text().partition(
+        "[profiles.cpu-demo.criteria.ttft_reduction_vs_recompute]"
+    )
+    with Altered(sealed) as altered:
+        altered.write(file, (head + table + rest.replace(old, new, 1)).encode())
+        altered.reseal(file)
+        signoff = judged(sealed)
+    assert problem in signoff.gates[0].reasons[0].text
+    assert [r.code for r in signoff.gates[0].reasons] == [ReasonCode.EVIDENCE_MALFORMED]
 
 
 @settings(FUZZ, max_examples=80)

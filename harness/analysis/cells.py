@@ -82,7 +82,7 @@ def _by_source(trials: Sequence[TrialNumbers], prompt_tokens: int) -> dict[str, 
 
 def _of_tier(trials: Sequence[TrialNumbers], values: Sequence[float | None]) -> int | None:
     """A tier counter's sum; 0, not unknown, where the server's own log names no connector."""
-    names = {(n.server.effective if n.server else {}).get("connector") for n in trials}
+    names = {n.connector for n in trials}
     return 0 if names == {"none"} else _sum(values)
 
 

@@ -189,7 +189,7 @@ def arrival_round_trip_ratio(run: RunNumbers, request: Request) -> Measurement:
         why = "the server was not made cold, so the device may have answered"
         return absent(request.name, Unit.RATIO, why, ReasonCode.NOT_COLD)
     restored = trial.counters.get(f"tier_read_bytes/{trial.medium}")
-    connector = (trial.server.effective if trial.server else {}).get("connector")
+    connector = trial.connector
     if restored is None and connector == "none":
         restored = 0.0  # known, not missing: the server's own log names no connector
     if restored is None or not trial.requests:
@@ -414,6 +414,10 @@ def steady_throughput(trial: TrialNumbers, cycles: int) -> float | None:
     tokens = trial.token_times.between(opens, closes)
     return stats.round9(tokens / ((closes - opens) / 1e9))
 
+
+# Measures over waves of one level, and those that compare an arm with a baseline.
+OF_WAVES = frozenset({"ttft_reduction", "wave_throughput_gain"})
+COMPARING = OF_WAVES | {"oracle_first_token_excess"}
 
 MEASURES: Mapping[str, Measure] = {
     "ttft_reduction": ttft_reduction,

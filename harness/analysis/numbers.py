@@ -10,7 +10,15 @@ from operator import attrgetter
 from typing import Any
 
 from harness import stats
-from harness.records import Event, MetricSample, Outcome, RequestRecord, ServerFacts, TrialFacts
+from harness.records import (
+    Event,
+    MetricSample,
+    Outcome,
+    RecordError,
+    RequestRecord,
+    ServerFacts,
+    TrialFacts,
+)
 from harness.store import TrialEvidence
 
 # Measured phase of each workload, and the marks between which its counters are read.
@@ -101,6 +109,12 @@ class TrialNumbers:
         found = self.facts.figures.get("medium")
         return None if found is None else str(found)
 
+    @property
+    def connector(self) -> str | None:
+        """Name of the connector by the server's own log, "none" for none; None: not read back."""
+        found = self.server.effective.get("connector") if self.server else None
+        return found if isinstance(found, str) else None
+
     def figure(self, name: str) -> int:
         """A figure of the plan. Raises KeyError."""
         return int(self.facts.figures[name])
@@ -171,6 +185,8 @@ def trial_numbers(evidence: TrialEvidence) -> TrialNumbers:
     phase, start, end = MEASURED.get(facts.workload, ("", "", ""))
     samples = evidence.samples_at({phase, start, end, "wave_end", "reask_end"})
     events = evidence.events
+    if any(s.source == "process" and "pid" not in s.labels for s in samples):
+        raise RecordError(f"trials/{facts.id}/samples.jsonl: a process reading without its pid")
     requests, token_times = _requests(evidence)
     planned = evidence.planned_requests()
     ended = _last(events, "trial_ended")

@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from harness.analysis.cells import cells
-from harness.analysis.measures import MEASURES, Request, RunNumbers, measure
+from harness.analysis.measures import (
+    COMPARING,
+    MEASURES,
+    OF_WAVES,
+    Request,
+    RunNumbers,
+    measure,
+)
 from harness.analysis.numbers import TrialNumbers
 from harness.judge.decide import Looks, decide
 from harness.judge.validity import (
@@ -133,13 +140,18 @@ def criterion_ids(plan: Plan, gate: str) -> list[str]:
 
 
 def unknown_measures(plan: Plan) -> list[str]:
-    """Problems of a criteria file that names measures nobody computes; known before a run."""
+    """Problems of a criteria file that asks for what nobody computes; known before a run."""
     known = ", ".join(sorted(MEASURES))
-    return [
-        f"criteria.{spec.id}.measure: found {spec.measure!r}; allowed: {known}"
-        for spec in plan.profile.criteria.values()
-        if spec.measure not in MEASURES
-    ]
+    problems = []
+    for spec in plan.profile.criteria.values():
+        where = f"criteria.{spec.id}"
+        if spec.measure not in MEASURES:
+            problems.append(f"{where}.measure: found {spec.measure!r}; allowed: {known}")
+        if spec.measure in COMPARING and spec.baseline is None:
+            problems.append(f"{where}.baseline: found none; measure {spec.measure} compares arms")
+        if spec.measure in OF_WAVES and not spec.per_level:
+            problems.append(f"{where}.per_level: found false; waves of several levels do not mix")
+    return problems
 
 
 def _scopes(plan: Plan, spec: CriterionSpec, arm: str) -> list[str]:

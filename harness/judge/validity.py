@@ -364,7 +364,7 @@ def _baseline_hits(trial: TrialNumbers, name: str, *, device_allowed: bool) -> C
     external = trial.counters.get("external_hit_tokens")
     restored = trial.counters.total("tier_read_bytes")
     usage = trial.cached_tokens()
-    connector = (trial.server.effective if trial.server else {}).get("connector")
+    connector = trial.connector
     found = (
         f"device {_count(device)}, external {_count(external)}, tier bytes {_count(restored)}, "
         f"usage {_count(usage)}"
