@@ -51,8 +51,8 @@ class Doctor:
     counter: Callable[[TrialFacts, str, str, float], float | None] = lambda _f, _m, _n, value: value
     effective: Callable[[str, dict[str, Any]], dict[str, Any]] = lambda _arm, found: found
     event: Callable[[TrialFacts, Event], Event] = lambda _f, event: event
-    process: Callable[[TrialFacts, str, float], float] = lambda _f, _name, value: value
-    client: dict[str, float] = field(default_factory=dict)
+    process: Callable[[TrialFacts, str, float], float | None] = lambda _f, _name, value: value
+    client: dict[str, float | None] = field(default_factory=dict)
     skip: Callable[[TrialFacts], bool] = lambda _facts: False
     stopped: str | None = None
 

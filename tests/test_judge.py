@@ -324,6 +324,18 @@ CASES: list[tuple[str, Doctor, Verdict, ReasonCode]] = [
         ReasonCode.CLIENT_SATURATED,
     ),
     (
+        "requests in flight unknown",
+        Doctor(client={"in_flight_max": None}),
+        INCONCLUSIVE,
+        ReasonCode.METRIC_ABSENT,
+    ),
+    (
+        "no process of the server was read",
+        Doctor(process=lambda f, name, v: None if name.endswith("start_time_s") else v),
+        INCONCLUSIVE,
+        ReasonCode.METRIC_ABSENT,
+    ),
+    (
         "more OpenMP threads than the baseline",
         effective("tiered_disk", compute_threads=4),
         INCONCLUSIVE,

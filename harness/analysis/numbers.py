@@ -84,7 +84,7 @@ class TrialNumbers:
     counters: Counters
     reask_counters: Counters
     disk_read_bytes: float | None
-    processes_changed: bool
+    processes_changed: bool | None
     client: Mapping[str, float | None]
     cold: bool | None
     complete: bool
@@ -279,11 +279,12 @@ def _disk_read_bytes(samples: Iterable[MetricSample], start: str, end: str) -> f
     return math.fsum(last[pid] - first[pid] for pid in first)
 
 
-def _processes_changed(samples: Iterable[MetricSample], start: str, end: str) -> bool:
+def _processes_changed(samples: Iterable[MetricSample], start: str, end: str) -> bool | None:
+    """None: no process was read at either mark, which is not the same as no change."""
     samples = list(samples)
-    return _process_values(samples, start, "start_time_s") != _process_values(
-        samples, end, "start_time_s"
-    )
+    first = _process_values(samples, start, "start_time_s")
+    last = _process_values(samples, end, "start_time_s")
+    return first != last if first or last else None
 
 
 def _last(events: Iterable[Event], kind: str) -> Event | None:
