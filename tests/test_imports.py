@@ -80,7 +80,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
         {"harness.records", "harness.load"},
         {"locust", "gevent", "geventhttpclient"},
     ),
-    "harness.connector": (set(), {"vllm", "torch", "numpy"}),
+    "harness.connector": (set(), {"vllm", "torch", "numpy", "huggingface_hub"}),
     "harness.connector.blockfile": (set(), set()),
     "harness.connector.keys": ({"harness.connector.blockfile"}, set()),
     "harness.controls": (

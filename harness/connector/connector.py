@@ -12,7 +12,6 @@ versioned.
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import logging
 import os
@@ -34,6 +33,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
+from harness.connector.admission_gate import AdmissionGate
 from harness.connector.blockfile import FORMAT_VERSION, file_bytes
 from harness.connector.config import ConfigError, TierConfig, parse_config
 from harness.connector.device import (
@@ -48,6 +48,7 @@ from harness.connector.keys import namespace_of
 from harness.connector.layout import BlockLayout, LayoutError
 from harness.connector.meta import StepPlan, WorkerFacts, WorkerReport
 from harness.connector.metrics import TierMetricSet, merge, summarise
+from harness.connector.quota import DirectoryQuota
 from harness.connector.scheduler import ScheduledRequest, TierScheduler
 from harness.connector.worker import HostMemory, TierWorker
 
@@ -59,7 +60,7 @@ except ImportError:  # vLLM 0.20 has no hit sources and never asks for them
 # Below "vllm", whose handler prints INFO; a name of our own would be silent in `vllm serve`.
 logger = logging.getLogger("vllm.kvgate.connector")
 
-CONNECTOR_VERSION = 1
+CONNECTOR_VERSION = 2
 # Reads in flight need a buffer each, and as many again wait for the worker's thread to empty them.
 _STAGING_PER_READER = 2
 
@@ -163,6 +164,7 @@ class KvgateTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """Keeps KV blocks in host memory and, with a directory configured, in files."""
 
     worker_class: type[TierWorker] = TierWorker
+    store_class: type[FileStore] = FileStore
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Raises ConfigError when ``kv_connector_extra_config`` cannot be used."""
@@ -177,6 +179,7 @@ class KvgateTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._facts = WorkerFacts(problem=self._refusal or "no device cache was registered")
         self._worker: TierWorker | None = None
         self._scheduler: TierScheduler | None = None
+        self._gate: AdmissionGate | None = None
         self._plan = StepPlan()
         self._block_tokens = 0 if self._refusal else _spec(kv_cache_config).block_size
         if role is KVConnectorRole.SCHEDULER and not self._refusal:
@@ -260,12 +263,10 @@ class KvgateTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Counters of the worker, or counters and gauges of the scheduler side."""
         if self._worker is not None:
-            return TierStats(data=self._worker.counters.take(self._block_tokens))
+            return TierStats(data=self._worker.take_statistics(self._block_tokens))
         if self._scheduler is None:
             return None
-        dropped = self._scheduler.take_dropped_stores()
-        counters = {"dropped_store_blocks": dropped} if dropped else {}
-        gauges = self._scheduler.gauges()
+        counters, gauges = self._scheduler.take_counts(), self._scheduler.gauges()
         return TierStats(data={"counters": counters, "gauges": gauges, "load_seconds": []})
 
     @_contained(_none)
@@ -281,6 +282,8 @@ class KvgateTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Ends the threads. vLLM may kill the process first; files survive that by design."""
         if self._worker is not None:
             self._worker.stop()
+        if self._scheduler is not None:
+            self._scheduler.stop()
 
     # Scheduler side.
 
@@ -305,34 +308,53 @@ class KvgateTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
             return
         store: FileStore | None = None
         if facts.has_disk and self._config.directory is not None:
-            store = FileStore(self._config.directory, facts.namespace, facts.payload_bytes)
-        try:
-            self._scheduler.attach(facts, store)
-        except StoreUnavailable as error:
-            logger.error('event=disk_tier_off reason="%s"', error)
-            self._scheduler.attach(facts, None)
+            store = self._file_store(self._config.directory, facts.namespace, facts.payload_bytes)
+        self._scheduler.attach(facts, store)
         self._log_ready(facts)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Keeps the device's block pool, for the versions that need the admission gate."""
+        # The hook for arrivals came after the scheduler's own reservation.
+        if not hasattr(KVConnectorBase_V1, "on_new_request"):
+            self._gate = AdmissionGate(gpu_block_pool.get_num_free_blocks)
+
+    @_contained(_none)
+    def on_new_request(self, request: Any) -> None:
+        """Notes an arrival, so that files are read while the request waits (vLLM 0.32)."""
+        if self._scheduler is not None and _reads_tier(request):
+            self._scheduler.arrive(request)
 
     @_contained(lambda: (0, False))
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """How many tokens the tier can load, always asynchronously."""
+        if self._scheduler is None:
+            return 0, False
+        needed = -(-request.num_tokens // self._block_tokens) + 1
+        if self._gate is not None and not self._gate.admits(request.request_id, needed):
+            return None, False
         # A streaming session replaces tokens it had already; its key chain would be stale.
-        if self._scheduler is None or getattr(request, "resumable", False):
+        if getattr(request, "resumable", False):
             return 0, False
         count = self._scheduler.lookup(request, num_computed_tokens)
-        if getattr(request, "skip_reading_prefix_cache", False):
+        if not _reads_tier(request):
             return 0, False
         return count, count > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Plans the load into the blocks that the request was given."""
-        if self._scheduler is None or num_external_tokens <= 0:
+        if self._scheduler is None:
+            return
+        if num_external_tokens <= 0:
+            self._unpark(request.request_id)
             return
         block_ids: list[int] = []
         try:
             block_ids = list(blocks.get_block_ids()[0])
+            if self._gate is not None:
+                whole = -(-request.num_tokens // self._block_tokens) + 1
+                self._gate.park(request.request_id, max(0, whole - len(block_ids)))
             self._scheduler.plan_load(request, block_ids, num_external_tokens)
         except Exception:
             logger.exception("event=plan_load_failed request=%s", request.request_id)
@@ -373,9 +395,14 @@ class KvgateTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Forgets the request. Its blocks may be freed at once: nothing reads them any more."""
+        self._unpark(request.request_id)
         if self._scheduler is not None:
             self._scheduler.finish(request.request_id)
         return False, None
+
+    def _unpark(self, request_id: str) -> None:
+        if self._gate is not None:
+            self._gate.unpark(request_id)
 
     @_contained(lambda: False)
     def reset_cache(self) -> bool | None:
@@ -461,7 +488,7 @@ class KvgateTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
         namespace = namespace_of(facts)
         if self._config.directory is None:
             return namespace, None
-        store = FileStore(self._config.directory, namespace, layout.payload_bytes)
+        store = self._file_store(self._config.directory, namespace, layout.payload_bytes)
         try:
             store.open(
                 {
@@ -481,6 +508,14 @@ class KvgateTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
             return namespace, None
         return namespace, store
 
+    def _file_store(self, directory: Path, namespace: str, payload_bytes: int) -> FileStore:
+        quota = DirectoryQuota(
+            directory,
+            capacity_bytes=self._config.disk_capacity_bytes,
+            reserve_bytes=self._config.disk_reserve_bytes,
+        )
+        return self.store_class(directory, namespace, payload_bytes, quota=quota)
+
     def _log_ready(self, facts: WorkerFacts) -> None:
         assert self._scheduler is not None
         line = {
@@ -498,6 +533,7 @@ class KvgateTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
             "format_version": FORMAT_VERSION,
             "connector_version": CONNECTOR_VERSION,
             "reset_scope": self._config.reset_scope.value,
+            "disk_capacity_bytes": self._config.disk_capacity_bytes,
         }
         logger.info("kvgate tier ready: %s", json.dumps(line))
 
@@ -534,6 +570,13 @@ def _refusal(vllm_config: Any, kv_cache_config: Any) -> str:
     return "; ".join(reasons)
 
 
+def _reads_tier(request: Any) -> bool:
+    """False for requests that must compute their whole prompt, as for its log-probabilities."""
+    return not (
+        getattr(request, "skip_reading_prefix_cache", False) or getattr(request, "resumable", False)
+    )
+
+
 def _spec(kv_cache_config: Any) -> Any:
     return kv_cache_config.kv_cache_groups[0].kv_cache_spec
 
@@ -543,8 +586,9 @@ def _model_path(model_config: Any) -> Path:
     path = Path(model_config.model)
     if path.exists():
         return path
-    hub = importlib.import_module("huggingface_hub")  # vLLM brings it; nothing else here does
-    found = hub.try_to_load_from_cache(
+    import huggingface_hub  # vLLM brings it; nothing else here does
+
+    found = huggingface_hub.try_to_load_from_cache(
         model_config.model, "config.json", revision=getattr(model_config, "revision", None)
     )
     if not isinstance(found, str):

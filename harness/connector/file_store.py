@@ -1,8 +1,9 @@
-"""A directory of block files: open, scan, read, write, drop, clear. Standard library only.
+"""A directory of block files: open, list, read, write, touch, drop, clear. Standard library only.
 
 Knows nothing of vLLM, slots or requests. Several processes may share one directory: files are named
 by content, appear by rename and never change, so the worst race is writing the same bytes twice. KV
-encodes prompts, hence mode 0600 for files and 0700 for directories.
+encodes prompts, hence mode 0600 for files and 0700 for directories. Symbolic links below the root
+are never followed: a link planted there must not make a server read, overwrite or delete elsewhere.
 """
 
 from __future__ import annotations
@@ -14,15 +15,14 @@ import logging
 import mmap
 import os
 import secrets
-import shutil
+import stat
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from harness.connector.blockfile import (
-    KEY_BYTES,
     PAGE_BYTES,
     BlockFault,
     BlockFileError,
@@ -32,13 +32,23 @@ from harness.connector.blockfile import (
     pack_header,
     verify,
 )
-from harness.connector.keys import BLOCK_SUFFIX, CONFIG_NAME, block_path, rank_directory
+from harness.connector.directories import make_private, open_below, unlink_below
+from harness.connector.keys import (
+    BLOCK_SUFFIX,
+    CONFIG_NAME,
+    block_path,
+    is_block_name,
+    rank_directory,
+)
+from harness.connector.partial_files import partial_name
+from harness.connector.quota import DirectoryQuota
 
 logger = logging.getLogger("vllm.kvgate.file_store")
 
-_TMP_SUFFIX = ".tmp"
-_TMP_MAX_AGE_S = 3600.0
+_RETIRED = ".dropped-"
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+_CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class StoreUnavailable(Exception):
@@ -53,7 +63,13 @@ class FileStore:
     """
 
     def __init__(
-        self, directory: Path, namespace: str, payload_bytes: int, *, rank: int = 0
+        self,
+        directory: Path,
+        namespace: str,
+        payload_bytes: int,
+        *,
+        rank: int = 0,
+        quota: DirectoryQuota | None = None,
     ) -> None:
         self.directory = directory
         self.namespace = namespace
@@ -61,7 +77,9 @@ class FileStore:
         self.file_bytes = file_bytes(payload_bytes)
         self.rank = rank
         self.direct_io = False
+        self.quota = quota or DirectoryQuota(directory, capacity_bytes=None, reserve_bytes=None)
         self._rank_directory = rank_directory(directory, namespace, rank)
+        self._rank_name = self._rank_directory.name
 
     def open(self, description: Mapping[str, Any]) -> None:
         """Creates what is missing, proves that files can be written, and probes O_DIRECT.
@@ -73,30 +91,67 @@ class FileStore:
             StoreUnavailable: the directory cannot be created, written or belongs to something else.
         """
         try:
-            # One by one: ``mode`` does not apply to the parents that mkdir creates on the way.
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._rank_directory.parent.mkdir(mode=0o700, exist_ok=True)
-            self._rank_directory.mkdir(mode=0o700, exist_ok=True)
+            make_private(self.directory)
+            for parents, name in (((), self.namespace), ((self.namespace,), self._rank_name)):
+                with (
+                    open_below(self.directory, *parents) as parent,
+                    contextlib.suppress(FileExistsError),
+                ):
+                    os.mkdir(name, 0o700, dir_fd=parent)
+            self.check_present()
             self._check_description(description)
-            self.direct_io = self._probe()
-            self._sweep_partial_files()
+            self.direct_io = self._probe_direct_io()
         except OSError as error:
             raise StoreUnavailable(f"{self.directory} cannot be used: {error}") from error
+        for name in self._names_in(self.namespace):
+            if name.startswith(_RETIRED):  # a reset's deletion that did not end
+                self._delete_in_background(name)
 
-    def scan(self) -> list[bytes]:
-        """The keys of all whole-sized files present. Content is verified on read, not here.
+    def check_present(self) -> None:
+        """Raises OSError when the rank's directory is gone or reached through a symbolic link."""
+        with open_below(self.directory, self.namespace, self._rank_name):
+            pass
+
+    def probe(self) -> None:
+        """Writes, reads back and removes a small file. Raises OSError when that does not work."""
+        self.check_present()
+        self._probe_direct_io()
+
+    def bucket_changes(self) -> list[int]:
+        """When a name was last added to or removed from each bucket, in nanoseconds; 0: no bucket.
 
         Raises:
-            StoreUnavailable: the directory cannot be listed.
+            OSError: the rank's directory cannot be looked at.
         """
-        keys: list[bytes] = []
+        changes: list[int] = []
+        with open_below(self.directory, self.namespace, self._rank_name) as rank:
+            for bucket in range(256):
+                try:
+                    status = os.stat(f"{bucket:02x}", dir_fd=rank, follow_symlinks=False)
+                except FileNotFoundError:
+                    changes.append(0)
+                else:
+                    changes.append(status.st_mtime_ns)
+        return changes
+
+    def list_bucket(self, bucket: int) -> frozenset[bytes]:
+        """The keys of the files in bucket 0 to 255. Names only: content is verified on read.
+
+        Raises:
+            OSError: the bucket cannot be listed.
+        """
         try:
-            for bucket in os.scandir(self._rank_directory):
-                if bucket.is_dir(follow_symlinks=False):
-                    keys.extend(self._scan_bucket(bucket.path))
-        except OSError as error:
-            raise StoreUnavailable(f"{self.directory} cannot be listed: {error}") from error
-        return keys
+            with self._bucket(f"{bucket:02x}") as descriptor:
+                names = [name for name in os.listdir(descriptor) if is_block_name(name)]
+        except FileNotFoundError:
+            return frozenset()
+        keys: set[bytes] = set()
+        for name in names:
+            with contextlib.suppress(ValueError):
+                key = bytes.fromhex(name[: -len(BLOCK_SUFFIX)])
+                if key[0] == bucket:
+                    keys.add(key)
+        return frozenset(keys)
 
     def path_of(self, key: bytes) -> Path:
         """Where the block called ``key`` is kept, present or not."""
@@ -115,8 +170,10 @@ class FileStore:
             BlockFileError: the bytes are not this block.
             OSError: the file is missing or unreadable.
         """
-        flags = os.O_RDONLY | os.O_CLOEXEC | (_O_DIRECT if self.direct_io else 0)
-        descriptor = os.open(self.path_of(key), flags)
+        path = self.path_of(key)
+        flags = _READ | (_O_DIRECT if self.direct_io else 0)
+        with self._bucket(path.parent.name) as bucket:
+            descriptor = os.open(path.name, flags, dir_fd=bucket)
         try:
             count = 0
             while count < self.file_bytes:
@@ -137,8 +194,20 @@ class FileStore:
         verify(buffer, namespace=self.namespace, key=key, payload_bytes=self.payload_bytes)
         return count
 
+    def has(self, key: bytes) -> bool:
+        """Whether a file of this name is there. Raises OSError when that cannot be told."""
+        path = self.path_of(key)
+        try:
+            with self._bucket(path.parent.name) as bucket:
+                return _is_file(path.name, bucket)
+        except FileNotFoundError:
+            return False
+
     def write_from(self, key: bytes, buffer: memoryview) -> bool:
         """Writes a block from ``buffer``: payload from byte 4096, header page filled in here.
+
+        Room must have been taken from the quota; the caller gives it back when nothing was
+        written.
 
         Returns:
             True when a file was written, False when it was there already.
@@ -146,26 +215,45 @@ class FileStore:
         Raises:
             OSError: nothing was published; the temporary file is gone.
         """
-        path = self.path_of(key)
-        if path.exists():
+        if self.has(key):
             return False
+        name = self.path_of(key).name
         payload = buffer[PAGE_BYTES : PAGE_BYTES + self.payload_bytes]
         header = BlockHeader(self.namespace, key, self.payload_bytes, checksum_of(payload))
         buffer[:PAGE_BYTES] = pack_header(header)
-        partial = path.with_name(f".{path.stem}.{os.getpid()}.{secrets.token_hex(4)}{_TMP_SUFFIX}")
-        try:
-            self._write_file(partial, buffer[: self.file_bytes])
-            partial.rename(path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                partial.unlink()
-            raise
-        return True
+        partial = partial_name(key.hex())
+        with self._bucket(key.hex()[:2], is_created=True) as bucket:
+            try:
+                self._write_file(partial, bucket, buffer[: self.file_bytes])
+                if _is_file(name, bucket):  # another server was faster
+                    os.unlink(partial, dir_fd=bucket)
+                    return False
+                os.rename(partial, name, src_dir_fd=bucket, dst_dir_fd=bucket)
+                return True
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(partial, dir_fd=bucket)
+                raise
 
     def drop(self, key: bytes) -> None:
         """Removes a block's file; errors are ignored, the caller has forgotten the key anyway."""
         with contextlib.suppress(OSError):
-            self.path_of(key).unlink()
+            path = self.path_of(key)
+            names = (self.namespace, self._rank_name, path.parent.name, path.name)
+            self.quota.give_back(unlink_below(self.directory, *names))
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Marks blocks as used now, the first ones most recently; missing files are ignored."""
+        now_ns = time.time_ns()
+        for depth, key in enumerate(keys):
+            path = self.path_of(key)
+            # A microsecond apart: the end of a prompt must be older than its beginning.
+            stamp = now_ns - depth * 1000
+            with (
+                contextlib.suppress(FileNotFoundError),
+                self._bucket(path.parent.name) as bucket,
+            ):
+                os.utime(path.name, ns=(stamp, stamp), dir_fd=bucket, follow_symlinks=False)
 
     def clear(self) -> None:
         """Makes all files of this namespace and rank unreachable at once, then deletes them.
@@ -175,26 +263,60 @@ class FileStore:
         Raises:
             StoreUnavailable: the directory could not be moved away; its files are still reachable.
         """
-        retired = self._rank_directory.with_name(f".dropped-{os.getpid()}-{secrets.token_hex(4)}")
+        retired = f"{_RETIRED}{os.getpid()}-{secrets.token_hex(4)}"
         try:
-            self._rank_directory.rename(retired)
-            self._rank_directory.mkdir(mode=0o700, exist_ok=True)
+            self.check_present()
+            with open_below(self.directory, self.namespace) as parent:
+                os.rename(self._rank_name, retired, src_dir_fd=parent, dst_dir_fd=parent)
+                os.mkdir(self._rank_name, 0o700, dir_fd=parent)
         except OSError as error:
             raise StoreUnavailable(f"{self._rank_directory} cannot be cleared: {error}") from error
+        self._delete_in_background(retired)
+
+    def _delete_in_background(self, retired: str) -> None:
         threading.Thread(
-            target=shutil.rmtree, args=(retired, True), name="kvgate-clear", daemon=True
+            target=self._delete_rank, args=(retired,), name="kvgate-clear", daemon=True
         ).start()
 
-    def _write_file(self, partial: Path, content: memoryview) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        flags |= _O_DIRECT if self.direct_io else 0
-        try:
-            descriptor = os.open(partial, flags, 0o600)
-        except FileNotFoundError:
+    def _delete_rank(self, retired: str) -> None:
+        """Deletes a rank's directory that was moved away, and counts its files out."""
+        for bucket in self._names_in(self.namespace, retired):
+            for name in self._names_in(self.namespace, retired, bucket):
+                with contextlib.suppress(OSError):
+                    names = (self.namespace, retired, bucket, name)
+                    self.quota.give_back(unlink_below(self.directory, *names))
+            with (
+                contextlib.suppress(OSError),
+                open_below(self.directory, self.namespace, retired) as parent,
+            ):
+                os.rmdir(bucket, dir_fd=parent)
+        with contextlib.suppress(OSError), open_below(self.directory, self.namespace) as parent:
+            os.rmdir(retired, dir_fd=parent)
+
+    def _names_in(self, *names: str) -> list[str]:
+        """What a directory below the root holds; nothing when it cannot be listed."""
+        with contextlib.suppress(OSError), open_below(self.directory, *names) as descriptor:
+            return os.listdir(descriptor)
+        return []
+
+    @contextlib.contextmanager
+    def _bucket(self, name: str, *, is_created: bool = False) -> Iterator[int]:
+        """A descriptor of a bucket directory. Raises OSError."""
+        names = (self.namespace, self._rank_name)
+        if is_created:
             # Only the bucket is created. A vanished root must stay an error: recreating it would
             # fill whatever file system lies below a lost mount.
-            partial.parent.mkdir(mode=0o700, exist_ok=True)
-            descriptor = os.open(partial, flags, 0o600)
+            with (
+                open_below(self.directory, *names) as rank,
+                contextlib.suppress(FileExistsError),
+            ):
+                os.mkdir(name, 0o700, dir_fd=rank)
+        with open_below(self.directory, *names, name) as descriptor:
+            yield descriptor
+
+    def _write_file(self, name: str, bucket: int, content: memoryview) -> None:
+        flags = _CREATE | (_O_DIRECT if self.direct_io else 0)
+        descriptor = os.open(name, flags, 0o600, dir_fd=bucket)
         try:
             count = 0
             while count < len(content):
@@ -206,65 +328,51 @@ class FileStore:
         finally:
             os.close(descriptor)
 
-    def _scan_bucket(self, bucket: str) -> list[bytes]:
-        keys: list[bytes] = []
-        with os.scandir(bucket) as entries:
-            for entry in entries:
-                stem, suffix = os.path.splitext(entry.name)
-                if suffix != BLOCK_SUFFIX or len(stem) != 2 * KEY_BYTES:
-                    continue
-                with contextlib.suppress(ValueError, OSError):
-                    if entry.stat(follow_symlinks=False).st_size == self.file_bytes:
-                        keys.append(bytes.fromhex(stem))
-        return keys
-
     def _check_description(self, description: Mapping[str, Any]) -> None:
-        path = self.directory / self.namespace / CONFIG_NAME
         wanted = json.dumps(description, indent=1, sort_keys=True) + "\n"
-        try:
-            found = path.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            partial = path.with_name(
-                f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}{_TMP_SUFFIX}"
-            )
-            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(wanted)
-            partial.replace(path)
-            return
+        with open_below(self.directory, self.namespace) as parent:
+            try:
+                descriptor = os.open(CONFIG_NAME, _READ, dir_fd=parent)
+            except FileNotFoundError:
+                partial = partial_name(CONFIG_NAME)
+                descriptor = os.open(partial, _CREATE, 0o600, dir_fd=parent)
+                with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                    file.write(wanted)
+                os.replace(partial, CONFIG_NAME, src_dir_fd=parent, dst_dir_fd=parent)
+                return
+        with os.fdopen(descriptor, encoding="utf-8", errors="replace") as file:
+            found = file.read()
         if found != wanted:
             raise StoreUnavailable(
-                f"{path} describes another layout under the same name; move the directory away"
+                f"{self.directory / self.namespace / CONFIG_NAME} describes another layout under "
+                "the same name; move the directory away"
             )
 
-    def _probe(self) -> bool:
+    def _probe_direct_io(self) -> bool:
         """Whether O_DIRECT works. Raises OSError when not even buffered writing does."""
-        partial = self._rank_directory / f".probe.{os.getpid()}.{secrets.token_hex(4)}{_TMP_SUFFIX}"
+        name = partial_name("probe")
         page = memoryview(mmap.mmap(-1, PAGE_BYTES))  # page aligned, as O_DIRECT demands
         page[:] = b"\x5a" * PAGE_BYTES
-        descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            os.pwrite(descriptor, page, 0)
-            return bool(_O_DIRECT) and _direct_round_trip(partial, page)
-        finally:
-            os.close(descriptor)
-            partial.unlink()
-
-    def _sweep_partial_files(self) -> None:
-        # A crash leaves temporary files. Another instance may be writing one right now, hence the
-        # age.
-        oldest_ns = time.time_ns() - int(_TMP_MAX_AGE_S * 1e9)
-        for path in self._rank_directory.rglob(f".*{_TMP_SUFFIX}"):
-            with contextlib.suppress(OSError):
-                if path.stat().st_mtime_ns < oldest_ns:
-                    path.unlink()
-        for path in self._rank_directory.parent.glob(".dropped-*"):
-            shutil.rmtree(path, ignore_errors=True)
+        with open_below(self.directory, self.namespace, self._rank_name) as rank:
+            descriptor = os.open(name, _CREATE, 0o600, dir_fd=rank)
+            try:
+                os.pwrite(descriptor, page, 0)
+                return bool(_O_DIRECT) and _direct_round_trip(name, rank, page)
+            finally:
+                os.close(descriptor)
+                os.unlink(name, dir_fd=rank)
 
 
-def _direct_round_trip(path: Path, page: memoryview) -> bool:
+def _is_file(name: str, directory: int) -> bool:
     try:
-        descriptor = os.open(path, os.O_RDWR | _O_DIRECT)
+        return stat.S_ISREG(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def _direct_round_trip(name: str, directory: int, page: memoryview) -> bool:
+    try:
+        descriptor = os.open(name, os.O_RDWR | os.O_NOFOLLOW | _O_DIRECT, dir_fd=directory)
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
             return False

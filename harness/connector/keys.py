@@ -93,6 +93,11 @@ def block_path(directory: Path, namespace: str, key: bytes, rank: int = 0) -> Pa
     return rank_directory(directory, namespace, rank) / name[:2] / f"{name}{BLOCK_SUFFIX}"
 
 
+def is_block_name(name: str) -> bool:
+    """Whether a file of this name would be a block's. Pure."""
+    return name.endswith(BLOCK_SUFFIX) and len(name) == 2 * KEY_BYTES + len(BLOCK_SUFFIX)
+
+
 def _canonical(extra: Sequence[Any] | None) -> bytes:
     if not extra:
         return b"\0"

@@ -9,7 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from harness.connector.breaker import BreakerState
+
 NO_SLOT = -1
+NO_BLOCK = -1
 
 
 class LoadSource(IntEnum):
@@ -18,6 +21,7 @@ class LoadSource(IntEnum):
     HOST = 0  # in the slot
     DISK = 1  # in a file; goes through the slot, or through a staging buffer when there is none
     MISSING = 2  # nowhere: fails, so that the block is recomputed
+    FILLING = 3  # in the slot, or on its way there from a file that was read for this request
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +54,16 @@ class StoreBlock:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One engine step's work. ``is_idle``: no tokens are computed in this step."""
+    """One engine step's work. ``is_idle``: no tokens are computed in this step.
+
+    ``prefetches``: blocks to read into their pinned slots for requests that still wait.
+    ``touched``: keys of finished requests, in prompt order, whose files count as just used.
+    """
 
     loads: tuple[LoadRequest, ...] = ()
+    prefetches: tuple[LoadBlock, ...] = ()
     stores: tuple[StoreBlock, ...] = ()
+    touched: tuple[tuple[bytes, ...], ...] = ()
     cancelled: tuple[str, ...] = ()
     is_idle: bool = False
 
@@ -68,9 +78,10 @@ class WorkerReport:
     written: list[bytes] = field(default_factory=list)  # keys now on disk
     unwritten: list[bytes] = field(default_factory=list)  # keys whose write failed
     bad: list[bytes] = field(default_factory=list)  # keys to forget everywhere
+    gone: list[bytes] = field(default_factory=list)  # keys whose file is gone
     finished: list[str] = field(default_factory=list)  # requests whose load ended, well or not
     failed: list[str] = field(default_factory=list)  # those of them with at least one failed block
-    overdue: int = 0  # blocks given up at the deadline
+    read_breaker: BreakerState | None = None  # when it changed
 
     def __bool__(self) -> bool:
         return bool(
@@ -82,7 +93,8 @@ class WorkerReport:
             or self.bad
             or self.finished
             or self.failed
-            or self.overdue
+            or self.gone
+            or self.read_breaker is not None
         )
 
 

@@ -8,29 +8,70 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 LOAD_SECONDS_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
 )  # fmt: skip
 
-# Short name (with its tier, if it has one) -> what it counts. Metric:
-# kvgate:tier_<name>_total{tier=...}.
-COUNTERS: dict[str, str] = {
-    "hit_tokens": "Tokens restored into device blocks, by the tier that supplied them.",
-    "read_bytes": "Payload bytes restored into device blocks, by the tier that supplied them.",
-    "write_bytes": "Payload bytes written into the tier.",
-    "file_read_bytes": "Bytes read from block files, header pages and padding included.",
-    "load_failed_blocks": "Blocks that could not be loaded and are recomputed.",
-    "verify_failed_blocks": "Block files that were damaged or not what their name says.",
-    "dropped_store_blocks": "Completed blocks not stored, for want of a host slot or by an error.",
-}
-TIERED_COUNTERS = ("hit_tokens", "read_bytes", "write_bytes")
 TIERS = ("host", "disk")
+# Why a block of a load was recomputed, and why a completed block was not stored.
+LOAD_FAILURES = ("damaged", "gone", "unreadable", "overdue", "sick", "lost")
+DROP_REASONS = ("no_slot", "no_space", "io_error", "sick", "error")
+
+
+@dataclass(frozen=True)
+class Family:
+    """A counter: what it counts, and the label that tells its parts apart."""
+
+    text: str
+    label: str = ""
+    values: tuple[str, ...] = ()
+
+
+# Short name -> counter. Metric: kvgate:tier_<name>_total; a part is called "<name>.<value>" here.
+COUNTERS: dict[str, Family] = {
+    "hit_tokens": Family(
+        "Tokens restored into device blocks, by the tier that supplied them.", "tier", TIERS
+    ),
+    "read_bytes": Family(
+        "Payload bytes restored into device blocks, by the tier that supplied them.", "tier", TIERS
+    ),
+    "read_seconds": Family(
+        "Seconds of copying host slots to device blocks, and of reading files (summed over "
+        "threads).",
+        "tier",
+        TIERS,
+    ),
+    "write_bytes": Family("Payload bytes written into the tier.", "tier", TIERS),
+    "write_seconds": Family(
+        "Seconds of copying device blocks to host slots, and of writing files (summed over "
+        "threads).",
+        "tier",
+        TIERS,
+    ),
+    "stored_blocks": Family("Blocks written into the tier.", "tier", TIERS),
+    "evicted_blocks": Family("Blocks removed to make room.", "tier", TIERS),
+    "file_read_bytes": Family("Bytes read from block files, header pages and padding included."),
+    "prefetched_blocks": Family("Blocks read from files before their request was scheduled."),
+    "load_failed_blocks": Family(
+        "Blocks that could not be loaded and are recomputed.", "reason", LOAD_FAILURES
+    ),
+    "verify_failed_blocks": Family("Block files that were damaged or not what their name says."),
+    "dropped_store_blocks": Family("Completed blocks not stored.", "reason", DROP_REASONS),
+    "io_errors": Family("Failed file operations.", "op", ("read", "write")),
+    "breaker_opened": Family("Times the directory was found sick and left alone."),
+}
 GAUGES: dict[str, str] = {
+    "serving": "1 when the tier stores and answers; 0 when it was refused.",
     "store_backlog_blocks": "Blocks in host memory that wait to become durable on disk.",
     "host_used_bytes": "Bytes of host slots in use.",
     "host_capacity_bytes": "Bytes of all host slots.",
+    "read_queue_blocks": "File reads queued or running.",
+    "disk_used_bytes": "Bytes of block files in the directory, of all its users.",
+    "disk_capacity_bytes": "Bound on disk_used_bytes; 0 when only free space bounds it.",
+    "breaker_state": "0 the directory is used, 1 it is sick and left alone, 2 it is being probed.",
     "disk_enabled": "1 when the disk tier is configured and usable.",
     "direct_io": "1 when block files bypass the page cache (O_DIRECT).",
 }
@@ -41,12 +82,13 @@ class TierCounters:
     """Counts since the last ``take``. Used from the worker's thread only."""
 
     def __init__(self) -> None:
-        self._counts: dict[str, int] = defaultdict(int)
+        self._counts: dict[str, float] = defaultdict(int)
         self.load_seconds: list[float] = []
 
-    def add(self, name: str, amount: int = 1) -> None:
-        """``name`` is a key of ``COUNTERS``, with ``.host`` or ``.disk`` where it has a tier."""
-        self._counts[name] += amount
+    def add(self, name: str, amount: float = 1) -> None:
+        """``name`` is a key of ``COUNTERS``, with ``.<value>`` where it has a label."""
+        if amount:
+            self._counts[name] += amount
 
     def take(self, block_tokens: int) -> dict[str, Any]:
         """The step's statistics; starts counting anew."""
@@ -102,17 +144,16 @@ class TierMetricSet:
         self._counters: dict[tuple[int, str], Any] = {}
         self._gauges: dict[tuple[int, str], Any] = {}
         self._load_seconds: dict[int, Any] = {}
-        for name, text in COUNTERS.items():
-            tiers = TIERS if name in TIERED_COUNTERS else ()
+        for name, counter in COUNTERS.items():
             family = counter_class(
                 name=PREFIX + name,
-                documentation=text,
-                labelnames=[*label_names, "tier"] if tiers else label_names,
+                documentation=counter.text,
+                labelnames=[*label_names, counter.label] if counter.label else label_names,
             )
             for engine, values in label_values.items():
-                for tier in tiers:
-                    self._counters[engine, f"{name}.{tier}"] = family.labels(*values, tier)
-                if not tiers:
+                for part in counter.values:
+                    self._counters[engine, f"{name}.{part}"] = family.labels(*values, part)
+                if not counter.label:
                     self._counters[engine, name] = family.labels(*values)
         for name, text in GAUGES.items():
             family = gauge_class(

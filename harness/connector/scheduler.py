@@ -14,11 +14,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from harness.connector.breaker import BreakerState
 from harness.connector.config import ResetScope, TierConfig
+from harness.connector.disk_index import DirectoryWatcher, DiskIndex
 from harness.connector.file_store import FileStore, StoreUnavailable
 from harness.connector.host_pool import HostPool
 from harness.connector.keys import next_key, root_key
 from harness.connector.meta import (
+    NO_BLOCK,
     NO_SLOT,
     LoadBlock,
     LoadRequest,
@@ -46,6 +49,13 @@ class _Request(Protocol):
 ExtraKeys = Callable[[Any, int, int, int], "tuple[Sequence[Any] | None, int]"]
 
 
+# At start, the first requests wait this long at most for the directory to be listed.
+_FIRST_LISTING_S = 30.0
+# Waiting requests that files are read for ahead, and the part of the pool they may take.
+_PREFETCH_REQUESTS = 8
+_PREFETCH_POOL_PART = 4
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduledRequest:
     """One request's share of a step. ``block_ids`` replace or extend its known blocks."""
@@ -65,6 +75,7 @@ class _RequestState:
     local_tokens: int = 0  # device hit of the last lookup
     block_ids: list[int] = field(default_factory=list)
     next_store: int = 0  # first block not yet considered for storing
+    is_reuse_counted: bool = False  # its hit has renewed the host pool's order
     is_tier_off: bool = False  # a load failed: recompute, do not look up again
     host_tokens: int = 0  # of the last planned load, by source
     disk_tokens: int = 0
@@ -90,15 +101,20 @@ class TierScheduler:
         self._facts = WorkerFacts(problem="the worker has not reported yet")
         self._pool: HostPool | None = None
         self._store: FileStore | None = None
-        self._on_disk: set[bytes] = set()
+        self._on_disk = DiskIndex()
+        self._watcher: DirectoryWatcher | None = None
         self._writing: dict[bytes, int] = {}  # key -> pinned slot, until durable or failed
         self._streaming: Counter[bytes] = Counter()  # loads through staging buffers, by key
         self._loading: dict[str, LoadRequest] = {}
         self._requests: dict[str, _RequestState] = {}
         self._new_loads: list[LoadRequest] = []
         self._new_cancels: list[str] = []
-        self._disk_pause_until = float("-inf")
+        self._new_touches: list[tuple[bytes, ...]] = []
+        self._waiting: dict[str, _RequestState] = {}  # arrived, not yet scheduled
+        self._prefetched: set[bytes] = set()  # read ahead, not yet restored
+        self._is_disk_sick = False
         self._dropped_stores = 0
+        self._told_evictions = 0
 
     def attach(self, facts: WorkerFacts, store: FileStore | None) -> None:
         """Starts serving with what the worker reported; finds the blocks that earlier runs left."""
@@ -108,7 +124,14 @@ class TierScheduler:
         self._pool = HostPool(facts.slot_count)
         self._store = store
         if store is not None:
-            self._on_disk = set(store.scan())
+            self._watcher = DirectoryWatcher(store, self._config.rescan_interval_s)
+            self._watcher.start(_FIRST_LISTING_S)
+            self._take_listings()
+
+    def stop(self) -> None:
+        """Ends the listing thread."""
+        if self._watcher is not None:
+            self._watcher.stop()
 
     @property
     def is_serving(self) -> bool:
@@ -120,13 +143,16 @@ class TierScheduler:
         """Blocks known to be on disk."""
         return len(self._on_disk)
 
+    def arrive(self, request: _Request) -> None:
+        """A request came in. While it waits to be scheduled, its files are read ahead."""
+        if self._pool is not None and self._are_loads_allowed and self._config.prefetch:
+            self._waiting[request.request_id] = self._state_of(request)
+
     def lookup(self, request: _Request, computed_tokens: int) -> int:
         """Tokens after ``computed_tokens`` that the tier can load: whole blocks, up to all."""
         if self._pool is None:
             return 0
-        state = self._requests.get(request.request_id)
-        if state is None or state.request is not request:
-            state = self._requests[request.request_id] = _RequestState(request)
+        state = self._state_of(request)
         state.local_tokens = computed_tokens
         if not self._are_loads_allowed or state.is_tier_off:
             return 0
@@ -135,7 +161,9 @@ class TierScheduler:
         end = first
         while end < len(keys) and self._source_of(keys[end]) is not LoadSource.MISSING:
             end += 1
-        self._pool.touch_chain(keys[:end])
+        if not state.is_reuse_counted:
+            state.is_reuse_counted = end > 0
+            self._pool.reuse_chain(keys[:end])
         return (end - first) * self._block_tokens
 
     def plan_load(self, request: _Request, block_ids: Sequence[int], external_tokens: int) -> None:
@@ -143,6 +171,7 @@ class TierScheduler:
         if external_tokens <= 0:
             return
         state = self._requests[request.request_id]
+        self._waiting.pop(request.request_id, None)
         first = state.local_tokens // self._block_tokens
         end = (state.local_tokens + external_tokens) // self._block_tokens
         targets = list(zip(state.keys[first:end], block_ids[first:end], strict=True))
@@ -154,16 +183,17 @@ class TierScheduler:
         state.host_tokens = state.disk_tokens = 0
         for key, block_id in targets:
             if key in resident:
-                block = LoadBlock(key, block_id, LoadSource.HOST, resident[key])
-                is_from_disk = self._pool is not None and self._pool.is_filling(resident[key])
+                is_read = key in self._prefetched or self._is_filling(resident[key])
+                source = LoadSource.FILLING if is_read else LoadSource.HOST
+                block = LoadBlock(key, block_id, source, resident[key])
             else:
                 block = self._plan_disk_block(key, block_id)
-                is_from_disk = True
+            self._prefetched.discard(key)
             blocks.append(block)
-            if is_from_disk:
-                state.disk_tokens += self._block_tokens
-            else:
+            if block.source is LoadSource.HOST:
                 state.host_tokens += self._block_tokens
+            else:
+                state.disk_tokens += self._block_tokens
         self._add_load(LoadRequest(request.request_id, tuple(blocks)))
 
     def plan_failed_load(self, request_id: str, block_ids: Sequence[int]) -> None:
@@ -183,13 +213,18 @@ class TierScheduler:
         """
         loads, self._new_loads = tuple(self._new_loads), []
         cancels, self._new_cancels = tuple(self._new_cancels), []
+        touches, self._new_touches = tuple(self._new_touches), []
         stores: list[StoreBlock] = []
+        prefetches: list[LoadBlock] = []
         try:
             for share in scheduled:
+                self._waiting.pop(share.request_id, None)
                 stores += self._plan_stores(share)
+            prefetches = self._plan_prefetches()
+            self._take_listings()
         except Exception:  # the loads must go out whatever happens here
             logger.exception("event=plan_stores_failed effect=stores_of_this_step_lost")
-        return StepPlan(loads, tuple(stores), cancels, is_idle)
+        return StepPlan(loads, tuple(prefetches), tuple(stores), touches, cancels, is_idle)
 
     def apply_report(self, report: WorkerReport) -> None:
         """Takes in what the worker finished."""
@@ -201,26 +236,22 @@ class TierScheduler:
         for key in report.bad:
             self._on_disk.discard(key)
             pool.forget(key)
+        for key in report.gone:
+            self._on_disk.discard(key)
         for slot in report.unfilled:
             pool.filled(slot, is_valid=False)
         for slot in report.filled:
             pool.filled(slot, is_valid=True)
         for key in report.written:
-            self._on_disk.add(key)
+            self._on_disk.add(key, self._clock())
             pool.unpin(self._writing.pop(key))
         for key in report.unwritten:
             pool.unpin(self._writing.pop(key))
         for slot in report.released:
             pool.unpin(slot)
-        if report.overdue and self._store is not None:
-            # The disk hangs or cannot keep up: let requests recompute for a while instead of
-            # waiting.
-            self._disk_pause_until = self._clock() + self._config.load_deadline_s
-            logger.warning(
-                "event=disk_tier_paused overdue_blocks=%d pause_s=%g",
-                report.overdue,
-                self._config.load_deadline_s,
-            )
+        if report.read_breaker is not None:
+            # A directory being probed is left alone as well.
+            self._is_disk_sick = report.read_breaker is not BreakerState.CLOSED
         for request_id in report.failed:
             if (state := self._requests.get(request_id)) is not None:
                 state.is_tier_off = True
@@ -234,9 +265,15 @@ class TierScheduler:
 
     def finish(self, request_id: str) -> None:
         """Forgets a finished request. A load under way is cancelled; its end is reported later."""
-        self._requests.pop(request_id, None)
+        state = self._requests.pop(request_id, None)
+        self._waiting.pop(request_id, None)
         if request_id in self._loading:
             self._new_cancels.append(request_id)
+        if state is not None and self._store is not None:
+            self._prefetched.difference_update(state.keys)
+            used = tuple(k for k in state.keys if k in self._on_disk or k in self._writing)
+            if used:
+                self._new_touches.append(used)
 
     def reset(self) -> bool:
         """Drops what ``reset_scope`` says. False, without effect, while blocks move.
@@ -260,20 +297,26 @@ class TierScheduler:
             except StoreUnavailable as error:
                 logger.error("event=reset_failed reason=%s", error)
                 return False
-            self._on_disk.clear()
+            self._on_disk.clear(self._clock())
         self._pool.clear()
         logger.info("event=reset scope=%s", self._config.reset_scope.value)
         return True
 
-    def take_dropped_stores(self) -> int:
-        """Blocks not stored for want of a slot, since the last call."""
-        count, self._dropped_stores = self._dropped_stores, 0
-        return count
+    def take_counts(self) -> dict[str, int]:
+        """Counters since the last call, by short metric name; without those at zero."""
+        evicted = 0 if self._pool is None else self._pool.evicted_count
+        counts = {
+            "dropped_store_blocks.no_slot": self._dropped_stores,
+            "evicted_blocks.host": evicted - self._told_evictions,
+        }
+        self._dropped_stores, self._told_evictions = 0, evicted
+        return {name: count for name, count in counts.items() if count}
 
     def gauges(self) -> dict[str, float]:
         """The state now, by short metric name."""
         used = 0 if self._pool is None else self._pool.used_count
         return {
+            "serving": int(self.is_serving),
             "store_backlog_blocks": len(self._writing),
             "host_used_bytes": used * self._facts.slot_bytes,
             "host_capacity_bytes": self._facts.slot_count * self._facts.slot_bytes,
@@ -285,8 +328,22 @@ class TierScheduler:
         self._loading[load.request_id] = load
         self._new_loads.append(load)
 
+    def _state_of(self, request: _Request) -> _RequestState:
+        state = self._requests.get(request.request_id)
+        if state is None or state.request is not request:
+            state = self._requests[request.request_id] = _RequestState(request)
+        return state
+
+    def _take_listings(self) -> None:
+        if self._watcher is not None:
+            for listing in self._watcher.take():
+                self._on_disk.apply(listing)
+
     def _is_disk_usable(self) -> bool:
-        return self._store is not None and self._clock() >= self._disk_pause_until
+        return self._store is not None and not self._is_disk_sick
+
+    def _is_filling(self, slot: int) -> bool:
+        return self._pool is not None and self._pool.is_filling(slot)
 
     def _source_of(self, key: bytes) -> LoadSource:
         slot = None if self._pool is None else self._pool.slot_of(key)
@@ -314,6 +371,30 @@ class TierScheduler:
             self._streaming[key] += 1
             return LoadBlock(key, block_id, LoadSource.DISK)
         return LoadBlock(key, block_id, LoadSource.DISK, slot)
+
+    def _plan_prefetches(self) -> list[LoadBlock]:
+        """Reads ahead for requests that this step left waiting, in their order of arrival."""
+        planned: list[LoadBlock] = []
+        if self._pool is None or not self._is_disk_usable():
+            return planned
+        room = self._pool.slot_count // _PREFETCH_POOL_PART - len(self._prefetched)
+        for state in list(self._waiting.values())[:_PREFETCH_REQUESTS]:
+            keys = self._keys(state, state.request.num_tokens // self._block_tokens)
+            for key in keys[state.local_tokens // self._block_tokens :]:
+                if room <= 0:
+                    return planned
+                # A key read ahead and evicted since is not read ahead again: the pool is too small.
+                if key in self._pool or key in self._streaming or key in self._prefetched:
+                    continue
+                if key not in self._on_disk:
+                    break
+                slot = self._pool.allocate(key, filling=True)
+                if slot is None:
+                    return planned
+                self._prefetched.add(key)
+                planned.append(LoadBlock(key, NO_BLOCK, LoadSource.DISK, slot))
+                room -= 1
+        return planned
 
     def _plan_stores(self, share: ScheduledRequest) -> list[StoreBlock]:
         state = self._requests.get(share.request_id)
@@ -350,7 +431,7 @@ class TierScheduler:
                 # plan may reuse it at once.
                 self._pool.unpin(store.slot)
         state.next_store = complete
-        self._pool.touch_chain(keys[:complete])
+        self._pool.order_chain(keys)
         return stores
 
     def _keys(self, state: _RequestState, count: int) -> list[bytes]:

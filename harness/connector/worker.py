@@ -1,27 +1,25 @@
-"""The worker side: executes plans. Owns the host memory and the I/O threads; decides nothing.
+"""The worker side: executes plans. Owns the host memory; decides nothing.
 
-One thread, the worker's own, touches device blocks. Reader and writer threads see host memory and
-files only, so a read that comes back late, after its blocks went to another request, cannot do
+One thread, the worker's own, touches device blocks. The I/O threads (file_io.py) see host memory
+and files only, so a read that comes back late, after its blocks went to another request, cannot do
 harm. Needs numpy; knows nothing of vLLM or torch.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import mmap
-import os
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from typing import Any
 
 import numpy as np
 
-from harness.connector.blockfile import PAGE_BYTES, BlockFileError
+from harness.connector.blockfile import PAGE_BYTES
+from harness.connector.breaker import BreakerState
 from harness.connector.config import TierConfig
+from harness.connector.file_io import FileIo, ReadJob
 from harness.connector.file_store import FileStore
 from harness.connector.layout import BlockLayout, ByteArray
 from harness.connector.meta import (
@@ -30,7 +28,6 @@ from harness.connector.meta import (
     LoadRequest,
     LoadSource,
     StepPlan,
-    StoreBlock,
     WorkerReport,
 )
 from harness.connector.metrics import TierCounters
@@ -38,7 +35,8 @@ from harness.connector.metrics import TierCounters
 logger = logging.getLogger("vllm.kvgate.worker")
 
 _MADV_POPULATE_WRITE = 23
-_IDLE_WAIT_S = 0.002
+# How long a step without computation waits for reads; a new request waits as long at most.
+_IDLE_WAIT_S = 0.005
 
 
 class HostMemory:
@@ -61,18 +59,6 @@ class HostMemory:
         return self._view[slot * self._slot_bytes : (slot + 1) * self._slot_bytes]
 
 
-class _JobState(Enum):
-    QUEUED = auto()
-    RUNNING = auto()
-    DONE = auto()
-
-
-class _Failure(Enum):
-    NONE = auto()
-    DAMAGED = auto()  # the file is not this block
-    UNREADABLE = auto()  # missing, or an I/O error
-
-
 @dataclass(slots=True)
 class _Load:
     """One request's load. ``pending`` counts blocks neither restored nor given up."""
@@ -81,22 +67,17 @@ class _Load:
     started_s: float
     deadline_s: float
     pending: int
-    keys: frozenset[bytes]
     failed_blocks: list[int] = field(default_factory=list)
     is_cancelled: bool = False
 
 
 @dataclass(slots=True, eq=False)
-class _ReadJob:
-    """One file read, for one or more waiting blocks. ``buffer``: where to, or none yet."""
+class _Read(ReadJob):
+    """A file read and the blocks that wait for it. ``slot``: the pool slot to fill, or NO_SLOT."""
 
-    key: bytes
-    slot: int  # the pool slot to fill, or NO_SLOT
-    buffer: int
+    slot: int = NO_SLOT
     waiters: list[tuple[_Load, LoadBlock]] = field(default_factory=list)
-    state: _JobState = _JobState.QUEUED
-    failure: _Failure = _Failure.NONE
-    file_bytes: int = 0
+    is_prefetch: bool = False
 
 
 class TierWorker:
@@ -121,49 +102,49 @@ class TierWorker:
         self._deadline_s = config.load_deadline_s
         self._layout = layout
         self._memory = memory
-        self._store = store
-        self._cpus = cpus
         self._clock = clock
         self._payload_end = PAGE_BYTES + layout.payload_bytes
-        self._slot_key: dict[
-            int, bytes
-        ] = {}  # what a pool slot really holds; the check before each use
+        # What a pool slot really holds; the check before each use.
+        self._slot_key: dict[int, bytes] = {}
         self._loads: dict[str, _Load] = {}
-        self._reads: dict[bytes, _ReadJob] = {}
+        self._reads: dict[bytes, _Read] = {}
         self._ready: list[tuple[_Load, LoadBlock]] = []
         self._failed_blocks: set[int] = set()
         self._report = WorkerReport()
+        self._reported_breaker = BreakerState.CLOSED
+        self._reported_gauges: dict[str, float] = {}
+        self._counted_openings = 0
         self.counters = TierCounters()
-
-        self._lock = (
-            threading.Condition()
-        )  # guards the four below and every _ReadJob.state and .buffer
-        self._queue: deque[_ReadJob] = deque()
-        self._staging = list(range(pool_slots, len(memory.slots)))
-        self._done: deque[_ReadJob] = deque()
-        self._is_stopping = False
-
-        self._write_lock = threading.Condition()  # guards the two below
-        self._write_queue: deque[StoreBlock] = deque()
-        self._write_results: deque[tuple[bytes, bool, int]] = deque()
-
+        self._io: FileIo | None = None
         if store is not None:
-            for index in range(config.reader_threads):
-                self._start_thread(f"kvgate-read-{index}", self._read_loop)
-            for index in range(config.writer_threads):
-                self._start_thread(f"kvgate-write-{index}", self._write_loop)
+            self._quota = store.quota
+            self._io = FileIo(
+                config,
+                store,
+                buffer_of=memory.buffer,
+                staging=range(pool_slots, len(memory.slots)),
+                is_read=self._reads.__contains__,
+                write_pressure=pool_slots // 2,
+                cpus=cpus,
+                clock=clock,
+            )
 
     def begin_step(self, plan: StepPlan) -> None:
         """Takes in a step's loads and cancellations, and starts file reads at once."""
         for request_id in plan.cancelled:
             if (load := self._loads.get(request_id)) is not None:
                 self._give_up(load, is_overdue=False)
+        for block in plan.prefetches:
+            self._prefetch(block)
         for request in plan.loads:
             try:
                 self._accept(request)
             except Exception:
                 logger.exception("event=load_not_started request=%s", request.request_id)
                 self._fail(request)
+        if self._io is not None:
+            for keys in plan.touched:
+                self._io.submit_touch(keys)
 
     def copy_ready(self) -> None:
         """Copies every block that has arrived in host memory into its device block."""
@@ -172,55 +153,71 @@ class TierWorker:
             # The slot is pinned, but the key is checked again here: a wrong index must cost a
             # recomputation, never a wrong answer.
             if load.is_cancelled:
-                self._settle(load, block, is_restored=False)
+                self._settle(load, block)
             elif self._slot_key.get(block.slot) == block.key:
-                self._restore(load, block, block.slot, "host")
+                tier = "disk" if block.source is LoadSource.FILLING else "host"
+                self._restore(load, block, block.slot, tier)
             else:
                 self._report.bad.append(block.key)
-                self._settle(load, block, is_restored=False)
+                self._settle(load, block, "lost")
             self._release(block.slot)
-        while True:
-            with self._lock:
-                if not self._done:
-                    return
-                job = self._done.popleft()
+        while self._io is not None and (job := self._io.take_done()) is not None:
+            assert isinstance(job, _Read)
             self._retire(job)
 
     def save(self, plan: StepPlan) -> None:
         """Copies the step's completed device blocks to host slots and queues their writes."""
         for store in plan.stores:
             self._slot_key.pop(store.slot, None)
+            started = time.perf_counter()
             try:
-                self._gather(store)
+                self._layout.gather(store.block_id, self._payload(store.slot))
             except Exception:
                 # The slot keeps no key, so a load of it fails its check and the block is
                 # recomputed.
                 logger.exception("event=store_failed block=%d", store.block_id)
-                self.counters.add("dropped_store_blocks")
+                self.counters.add("dropped_store_blocks.error")
                 if store.to_disk:
                     self._report.unwritten.append(store.key)
                 continue
             self._slot_key[store.slot] = store.key
+            self.counters.add("stored_blocks.host")
             self.counters.add("write_bytes.host", self._layout.payload_bytes)
+            self.counters.add("write_seconds.host", time.perf_counter() - started)
             if store.to_disk:
-                with self._write_lock:
-                    self._write_queue.append(store)
-                    self._write_lock.notify()
+                if self._io is not None:
+                    self._io.submit_write(store.key, store.slot)
+                else:
+                    self._report.unwritten.append(store.key)
 
     def poll(self, *, is_idle: bool) -> set[str]:
         """Ends loads that are complete or overdue; returns their request ids, each exactly once.
 
-        In a step without computation it waits up to 2 ms for a read: the engine would otherwise
-        spin.
+        In a step without computation it waits up to 5 ms for a load to end: the engine would
+        otherwise spin.
         """
-        if is_idle and self._reads and not self._done:
-            with self._lock:
-                self._lock.wait_for(lambda: bool(self._done), timeout=_IDLE_WAIT_S)
         self.copy_ready()
-        self._collect_writes()
+        if is_idle and self._io is not None:
+            limit = time.monotonic() + _IDLE_WAIT_S
+            while (
+                self._reads
+                and all(load.pending for load in self._loads.values())
+                and (left_s := limit - time.monotonic()) > 0
+            ):
+                if self._io.wait_done(left_s):
+                    self.copy_ready()
         now = self._clock()
         for load in [load for load in self._loads.values() if load.deadline_s <= now]:
             self._give_up(load, is_overdue=True)
+        if self._io is not None:
+            self._collect_writes(self._io)
+            self._io.watch()
+            opened = self._io.breakers_opened
+            self.counters.add("breaker_opened", opened - self._counted_openings)
+            self._counted_openings = opened
+            state = self._io.read_breaker.state
+            if state is not self._reported_breaker:
+                self._reported_breaker = self._report.read_breaker = state
         finished: set[str] = set()
         for load in [load for load in self._loads.values() if load.pending == 0]:
             del self._loads[load.request_id]
@@ -231,7 +228,6 @@ class TierWorker:
             if load.failed_blocks:
                 self._report.failed.append(load.request_id)
                 self._failed_blocks.update(load.failed_blocks)
-                self.counters.add("load_failed_blocks", len(load.failed_blocks))
             self.counters.load_seconds.append(now - load.started_s)
         return finished
 
@@ -245,109 +241,130 @@ class TierWorker:
         report, self._report = self._report, WorkerReport()
         return report
 
+    def take_statistics(self, block_tokens: int) -> dict[str, Any]:
+        """Counters since the last call, and the gauges that changed."""
+        statistics = self.counters.take(block_tokens)
+        if self._io is not None:
+            gauges: dict[str, float] = {
+                "read_queue_blocks": len(self._reads),
+                "disk_used_bytes": self._quota.used_bytes,
+                "disk_capacity_bytes": self._quota.capacity_bytes or 0,
+                "breaker_state": int(self._io.breaker_state),
+            }
+            changed = {
+                name: value
+                for name, value in gauges.items()
+                if self._reported_gauges.get(name) != value
+            }
+            self._reported_gauges.update(changed)
+            statistics["gauges"] = changed
+        return statistics
+
     def stop(self) -> None:
         """Asks the threads to end; does not wait for a hung one."""
-        with self._lock:
-            self._is_stopping = True
-            self._lock.notify_all()
-        with self._write_lock:
-            self._write_lock.notify_all()
+        if self._io is not None:
+            self._io.stop()
 
     def _payload(self, slot: int) -> ByteArray:
         return self._memory.slots[slot, PAGE_BYTES : self._payload_end]
 
-    def _gather(self, store: StoreBlock) -> None:
-        self._layout.gather(store.block_id, self._payload(store.slot))
-
-    def _scatter(self, load: _Load, block: LoadBlock, buffer: int) -> None:
-        self._layout.scatter(self._payload(buffer), block.block_id)
-
     def _accept(self, request: LoadRequest) -> None:
         now = self._clock()
-        load = _Load(
-            request_id=request.request_id,
-            started_s=now,
-            deadline_s=now + self._deadline_s,
-            pending=len(request.blocks),
-            keys=frozenset(block.key for block in request.blocks),
-        )
+        load = _Load(request.request_id, now, now + self._deadline_s, len(request.blocks))
         self._loads[request.request_id] = load
         for block in request.blocks:
-            job = self._reads.get(block.key)
-            if block.source is LoadSource.HOST and (job is None or job.slot != block.slot):
+            read = self._reads.get(block.key)
+            is_in_slot = block.source in (LoadSource.HOST, LoadSource.FILLING)
+            if is_in_slot and (read is None or read.slot != block.slot):
                 self._ready.append((load, block))
-            elif block.source is LoadSource.MISSING or self._store is None:
-                self._settle(load, block, is_restored=False)
+            elif block.source is LoadSource.MISSING or self._io is None:
+                self._settle(load, block, "lost")
                 self._release(block.slot)
-            elif job is not None:
-                job.waiters.append((load, block))
-                if block.slot not in (NO_SLOT, job.slot):
+            elif read is not None:
+                read.waiters.append((load, block))
+                if block.slot not in (NO_SLOT, read.slot):
                     # Planned to be filled, but the bytes go elsewhere: the slot stays empty.
                     self._report.unfilled.append(block.slot)
             else:
-                self._start_read(load, block)
+                self._start_read(_Read(block.key, block.slot, slot=block.slot), (load, block))
+
+    def _prefetch(self, block: LoadBlock) -> None:
+        if self._io is None or block.key in self._reads:
+            self._report.unfilled.append(block.slot)
+            self._release(block.slot)
+            return
+        self._start_read(_Read(block.key, block.slot, slot=block.slot, is_prefetch=True))
 
     def _fail(self, request: LoadRequest) -> None:
         """Ends a load that could not be started, so that its request is not stuck."""
         load = self._loads[request.request_id]
         self._ready = [entry for entry in self._ready if entry[0] is not load]
-        for job in self._reads.values():
-            job.waiters = [entry for entry in job.waiters if entry[0] is not load]
+        for read in self._reads.values():
+            read.waiters = [entry for entry in read.waiters if entry[0] is not load]
         load.pending = 0
         load.failed_blocks = [block.block_id for block in request.blocks]
+        self.counters.add("load_failed_blocks.lost", len(request.blocks))
 
-    def _start_read(self, load: _Load, block: LoadBlock) -> None:
-        self._slot_key.pop(block.slot, None)
-        job = _ReadJob(block.key, block.slot, block.slot, [(load, block)])
-        self._reads[block.key] = job
-        with self._lock:
-            self._queue.append(job)
-            self._lock.notify()
+    def _start_read(self, read: _Read, *waiters: tuple[_Load, LoadBlock]) -> None:
+        assert self._io is not None
+        read.waiters += waiters
+        self._slot_key.pop(read.slot, None)
+        self._reads[read.key] = read
+        self._io.submit_read(read)
 
-    def _retire(self, job: _ReadJob) -> None:
-        """Hands a finished read to its waiters; runs on the worker's thread."""
-        del self._reads[job.key]
-        is_valid = job.failure is _Failure.NONE and job.file_bytes > 0
-        self.counters.add("file_read_bytes", job.file_bytes)
-        if job.failure is not _Failure.NONE:
-            self._report.bad.append(job.key)
-            if job.failure is _Failure.DAMAGED:
-                self.counters.add("verify_failed_blocks")
-        for load, block in job.waiters:
+    def _retire(self, read: _Read) -> None:
+        """Hands an ended read to its waiters; runs on the worker's thread."""
+        del self._reads[read.key]
+        is_valid = not read.failure and read.file_bytes > 0
+        self.counters.add("file_read_bytes", read.file_bytes)
+        self.counters.add("read_seconds.disk", read.seconds)
+        if read.has_io_error:
+            self.counters.add("io_errors.read")
+        if read.failure == "damaged":
+            self.counters.add("verify_failed_blocks")
+            self._report.bad.append(read.key)
+        elif read.is_file_dropped:
+            self._report.gone.append(read.key)
+        if is_valid and read.is_prefetch:
+            self.counters.add("prefetched_blocks")
+        for load, block in read.waiters:
             if is_valid and not load.is_cancelled:
-                self._restore(load, block, job.buffer, "disk")
+                self._restore(load, block, read.buffer, "disk")
             else:
-                self._settle(load, block, is_restored=False)
+                self._settle(load, block, read.failure or "lost")
             # The pin of the block that started the read ends with the read, below.
-            if block.slot != job.slot or block.source is LoadSource.HOST:
+            if block.slot != read.slot or block.source is not LoadSource.DISK:
                 self._release(block.slot)
-        if job.slot != NO_SLOT:
+        if read.slot != NO_SLOT:
             if is_valid:
-                self._slot_key[job.slot] = job.key
-                self._report.filled.append(job.slot)
+                self._slot_key[read.slot] = read.key
+                self._report.filled.append(read.slot)
             else:
-                self._report.unfilled.append(job.slot)
-            self._release(job.slot)
-        elif job.buffer != NO_SLOT:
-            with self._lock:
-                self._staging.append(job.buffer)
-                self._lock.notify_all()
+                self._report.unfilled.append(read.slot)
+            self._release(read.slot)
+        elif read.buffer != NO_SLOT and self._io is not None:
+            self._io.release_staging(read.buffer)
 
     def _restore(self, load: _Load, block: LoadBlock, buffer: int, tier: str) -> None:
+        started = time.perf_counter()
         try:
-            self._scatter(load, block, buffer)
+            self._layout.scatter(self._payload(buffer), block.block_id)
         except Exception:
             logger.exception("event=restore_failed request=%s", load.request_id)
-            self._settle(load, block, is_restored=False)
+            self._settle(load, block, "lost")
             return
+        # Copies out of a slot are the host tier's time, whoever filled the slot.
+        self.counters.add("read_seconds.host", time.perf_counter() - started)
         self.counters.add(f"hit_blocks.{tier}")
         self.counters.add(f"read_bytes.{tier}", self._layout.payload_bytes)
-        self._settle(load, block, is_restored=True)
+        self._settle(load, block)
 
-    def _settle(self, load: _Load, block: LoadBlock, *, is_restored: bool) -> None:
+    def _settle(self, load: _Load, block: LoadBlock, failure: str = "") -> None:
+        """Counts a block of a load as done; ``failure`` is one of metrics.LOAD_FAILURES."""
         load.pending -= 1
-        if not is_restored and not load.is_cancelled:
+        if failure and not load.is_cancelled:
             load.failed_blocks.append(block.block_id)
+            self.counters.add(f"load_failed_blocks.{failure}")
 
     def _release(self, slot: int) -> None:
         if slot != NO_SLOT:
@@ -355,101 +372,44 @@ class TierWorker:
 
     def _give_up(self, load: _Load, *, is_overdue: bool) -> None:
         """Ends a load early: queued reads are skipped, running ones keep their slots."""
+        failure = "overdue" if is_overdue else ""
         for waiting, block in self._ready:
             if waiting is load:
-                if is_overdue:
-                    load.failed_blocks.append(block.block_id)
-                load.pending -= 1
+                self._settle(load, block, failure)
                 self._release(block.slot)
         self._ready = [entry for entry in self._ready if entry[0] is not load]
-        for job in list(self._reads.values()):
-            mine = [entry for entry in job.waiters if entry[0] is load]
+        is_disk_late = False
+        for read in list(self._reads.values()):
+            mine = [entry for entry in read.waiters if entry[0] is load]
             if not mine:
                 continue
-            job.waiters = [entry for entry in job.waiters if entry[0] is not load]
+            is_disk_late = True
+            read.waiters = [entry for entry in read.waiters if entry[0] is not load]
             for _, block in mine:
-                load.pending -= 1
-                if is_overdue:
-                    load.failed_blocks.append(block.block_id)
-                    self._report.overdue += 1
-                if block.slot != job.slot or block.source is LoadSource.HOST:
+                self._settle(load, block, failure)
+                if block.slot != read.slot or block.source is not LoadSource.DISK:
                     self._release(block.slot)
-            if not job.waiters and self._unqueue(job):
-                self._retire(job)
+            assert self._io is not None
+            if not read.waiters and self._io.cancel_read(read):
+                self._retire(read)
+        if is_overdue and is_disk_late and self._io is not None and self._io.read_breaker.trip():
+            # The disk hangs or cannot keep up: requests recompute until a probe comes back.
+            logger.error('event=breaker_open op=read reason="a load missed its deadline"')
         if not is_overdue:
             load.is_cancelled = True
 
-    def _unqueue(self, job: _ReadJob) -> bool:
-        with self._lock:
-            if job.state is not _JobState.QUEUED:
-                return False
-            self._queue.remove(job)
-            return True
-
-    def _collect_writes(self) -> None:
-        while self._write_results:
-            key, is_durable, written_bytes = self._write_results.popleft()
-            (self._report.written if is_durable else self._report.unwritten).append(key)
-            if written_bytes:
-                self.counters.add("write_bytes.disk", written_bytes)
-
-    def _start_thread(self, name: str, target: Callable[[], None]) -> None:
-        def run() -> None:
-            if self._cpus:
-                # Threads inherit the OpenMP pin of the worker's main thread, one core of the
-                # machine.
-                with contextlib.suppress(OSError):
-                    os.sched_setaffinity(0, self._cpus)
-            target()
-
-        threading.Thread(target=run, name=name, daemon=True).start()
-
-    def _read_loop(self) -> None:
-        assert self._store is not None
-        while (job := self._next_read()) is not None:
-            failure, count = _Failure.NONE, 0
-            try:
-                count = self._store.read_into(job.key, self._memory.buffer(job.buffer))
-            except BlockFileError as error:
-                failure = _Failure.DAMAGED
-                logger.error("event=block_damaged key=%s reason=%s", job.key.hex(), error)
-                self._store.drop(job.key)
-            except Exception as error:
-                failure = _Failure.UNREADABLE
-                logger.error("event=block_unreadable key=%s reason=%s", job.key.hex(), error)
-            with self._lock:
-                job.failure, job.file_bytes, job.state = failure, count, _JobState.DONE
-                self._done.append(job)
-                self._lock.notify_all()
-
-    def _next_read(self) -> _ReadJob | None:
-        """The first queued read that has a buffer; waits for one. None: stop."""
-        with self._lock:
-            while not self._is_stopping:
-                for job in self._queue:
-                    if job.buffer == NO_SLOT and self._staging:
-                        job.buffer = self._staging.pop()
-                    if job.buffer != NO_SLOT:
-                        self._queue.remove(job)
-                        job.state = _JobState.RUNNING
-                        return job
-                self._lock.wait()
-        return None
-
-    def _write_loop(self) -> None:
-        assert self._store is not None
-        while True:
-            with self._write_lock:
-                while not self._write_queue:
-                    if self._is_stopping:
-                        return
-                    self._write_lock.wait()
-                store = self._write_queue.popleft()
-            is_durable, count = False, 0
-            try:
-                if self._store.write_from(store.key, self._memory.buffer(store.slot)):
-                    count = self._layout.payload_bytes
-                is_durable = True
-            except Exception as error:
-                logger.error("event=block_not_written key=%s reason=%s", store.key.hex(), error)
-            self._write_results.append((store.key, is_durable, count))
+    def _collect_writes(self, io: FileIo) -> None:
+        for result in io.take_results():
+            if result.failure:
+                self._report.unwritten.append(result.key)
+                self.counters.add(f"dropped_store_blocks.{result.failure}")
+            else:
+                self._report.written.append(result.key)
+            if result.has_io_error:
+                self.counters.add("io_errors.write")
+            if result.file_bytes:
+                self.counters.add("stored_blocks.disk")
+                self.counters.add("write_bytes.disk", self._layout.payload_bytes)
+            self.counters.add("write_seconds.disk", result.seconds)
+            self.counters.add("evicted_blocks.disk", result.evicted_count)
+            self._report.gone += result.evicted

@@ -21,6 +21,7 @@ from harness.connector.config import ResetScope, TierConfig
 from harness.connector.file_store import FileStore
 from harness.connector.layout import BlockLayout, CacheTensor
 from harness.connector.meta import StepPlan, WorkerFacts
+from harness.connector.quota import DirectoryQuota
 from harness.connector.scheduler import ScheduledRequest, TierScheduler
 from harness.connector.worker import HostMemory, TierWorker
 
@@ -75,6 +76,7 @@ class Rig:
         reset_scope: ResetScope = ResetScope.ALL,
         wrap_store: Callable[[FileStore], FileStore] = lambda store: store,
         are_loads_allowed: bool = True,
+        **settings: Any,
     ) -> None:
         self.device = np.zeros((LAYERS, DEVICE_BLOCKS, RUN_BYTES), dtype=np.uint8)
         flat = self.device.reshape(-1)
@@ -99,14 +101,21 @@ class Rig:
             directory=directory,
             load_deadline_s=deadline_s,
             reset_scope=reset_scope,
+            **{"rescan_interval_s": 0.01, "disk_reserve_bytes": 0} | settings,
         )
         slot_bytes = file_bytes(layout.payload_bytes)
         self.store: FileStore | None = None
         index_store = None
         if directory is not None:
-            self.store = wrap_store(FileStore(directory, NAMESPACE, layout.payload_bytes))
+            quota = DirectoryQuota(
+                directory,
+                capacity_bytes=config.disk_capacity_bytes,
+                reserve_bytes=config.disk_reserve_bytes,
+            )
+            plain = FileStore(directory, NAMESPACE, layout.payload_bytes, quota=quota)
+            self.store = wrap_store(plain)
             self.store.open({})
-            index_store = FileStore(directory, NAMESPACE, layout.payload_bytes)
+            index_store = FileStore(directory, NAMESPACE, layout.payload_bytes, quota=quota)
         else:
             staging = 0
         self.worker = TierWorker(
@@ -225,6 +234,7 @@ class Rig:
     def close(self) -> None:
         """Ends the threads."""
         self.worker.stop()
+        self.scheduler.stop()
 
     def _put(self, block: int, kv: bytes) -> None:
         self.device[:, block] = np.frombuffer(kv, dtype=np.uint8).reshape(LAYERS, RUN_BYTES)

@@ -25,7 +25,7 @@ def _filled(*numbers: int) -> HostPool:
 
 def test_least_recently_used_goes_first() -> None:
     pool = _filled(1, 2, 3)
-    pool.touch_chain([_key(1)])
+    pool.reuse_chain([_key(1)])
     assert pool.allocate(_key(4)) is not None
     assert _key(2) not in pool
     assert _key(1) in pool
@@ -33,7 +33,7 @@ def test_least_recently_used_goes_first() -> None:
 
 def test_the_tail_of_a_touched_chain_goes_before_its_head() -> None:
     pool = _filled(1, 2, 3)
-    pool.touch_chain([_key(1), _key(2), _key(3)])
+    pool.reuse_chain([_key(1), _key(2), _key(3)])
     assert pool.allocate(_key(4)) is not None
     assert _key(3) not in pool
     assert _key(1) in pool
@@ -138,7 +138,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.pin(slot)
             self.pins[slot] = self.pins.get(slot, 0) + 1
         elif action == "touch":
-            self.pool.touch_chain([key])
+            self.pool.reuse_chain([key])
         elif action == "good":
             self.pool.filled(slot, is_valid=True)
             assert not self.pool.is_filling(slot)

@@ -8,24 +8,41 @@ from prometheus_client.exposition import generate_latest
 from harness.connector.metrics import TierCounters, TierMetricSet, merge, summarise
 
 SERIES = {
-    'kvgate:tier_hit_tokens_total{engine="0",tier="host"}',
-    'kvgate:tier_hit_tokens_total{engine="0",tier="disk"}',
-    'kvgate:tier_read_bytes_total{engine="0",tier="host"}',
-    'kvgate:tier_read_bytes_total{engine="0",tier="disk"}',
-    'kvgate:tier_write_bytes_total{engine="0",tier="host"}',
-    'kvgate:tier_write_bytes_total{engine="0",tier="disk"}',
-    'kvgate:tier_file_read_bytes_total{engine="0"}',
-    'kvgate:tier_load_failed_blocks_total{engine="0"}',
-    'kvgate:tier_verify_failed_blocks_total{engine="0"}',
-    'kvgate:tier_dropped_store_blocks_total{engine="0"}',
-    'kvgate:tier_store_backlog_blocks{engine="0"}',
-    'kvgate:tier_host_used_bytes{engine="0"}',
-    'kvgate:tier_host_capacity_bytes{engine="0"}',
-    'kvgate:tier_disk_enabled{engine="0"}',
-    'kvgate:tier_direct_io{engine="0"}',
-    'kvgate:tier_load_seconds_count{engine="0"}',
-    'kvgate:tier_load_seconds_sum{engine="0"}',
-}
+    f"kvgate:tier_{name}"
+    for name in (
+        *(
+            f'{counter}_total{{engine="0",tier="{tier}"}}'
+            for counter in (
+                "hit_tokens", "read_bytes", "read_seconds", "write_bytes", "write_seconds",
+                "stored_blocks", "evicted_blocks",
+            )
+            for tier in ("host", "disk")
+        ),
+        *(
+            f'load_failed_blocks_total{{engine="0",reason="{reason}"}}'
+            for reason in ("damaged", "gone", "unreadable", "overdue", "sick", "lost")
+        ),
+        *(
+            f'dropped_store_blocks_total{{engine="0",reason="{reason}"}}'
+            for reason in ("no_slot", "no_space", "io_error", "sick", "error")
+        ),
+        *(f'io_errors_total{{engine="0",op="{op}"}}' for op in ("read", "write")),
+        *(
+            f'{counter}_total{{engine="0"}}'
+            for counter in (
+                "file_read_bytes", "prefetched_blocks", "verify_failed_blocks", "breaker_opened",
+            )
+        ),
+        *(
+            f'{gauge}{{engine="0"}}'
+            for gauge in (
+                "serving", "store_backlog_blocks", "read_queue_blocks", "host_used_bytes",
+                "host_capacity_bytes", "disk_used_bytes", "disk_capacity_bytes", "disk_enabled",
+                "direct_io", "breaker_state", "load_seconds_count", "load_seconds_sum",
+            )
+        ),
+    )
+}  # fmt: skip
 
 
 def _set() -> tuple[TierMetricSet, CollectorRegistry]:
@@ -59,7 +76,7 @@ def test_observations_arrive() -> None:
     for _ in range(2):
         metrics.observe(
             {
-                "counters": {"hit_tokens.disk": 128, "load_failed_blocks": 1},
+                "counters": {"hit_tokens.disk": 128, "load_failed_blocks.gone": 1},
                 "gauges": {"store_backlog_blocks": 3},
                 "load_seconds": [0.5, 0.25],
             },
@@ -67,7 +84,7 @@ def test_observations_arrive() -> None:
         )
     values = _values(registry)
     assert values['kvgate:tier_hit_tokens_total{engine="0",tier="disk"}'] == 256
-    assert values['kvgate:tier_load_failed_blocks_total{engine="0"}'] == 2
+    assert values['kvgate:tier_load_failed_blocks_total{engine="0",reason="gone"}'] == 2
     assert values['kvgate:tier_store_backlog_blocks{engine="0"}'] == 3
     assert values['kvgate:tier_load_seconds_sum{engine="0"}'] == 1.5
 

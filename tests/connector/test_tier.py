@@ -42,7 +42,7 @@ def make() -> Iterator[Make]:
 
 def _counts(rig: Rig) -> dict[str, int]:
     counters: dict[str, int] = rig.worker.counters.take(BLOCK_TOKENS)["counters"]
-    return counters
+    return {name: count for name, count in counters.items() if "seconds" not in name}
 
 
 def _path(directory: Path, tokens: list[int], index: int) -> Path:
@@ -68,7 +68,12 @@ def test_counters_of_a_store_and_a_disk_restore(make: Make, tmp_path: Path) -> N
     rig = make(tmp_path, pool_slots=8)
     rig.serve(A)
     rig.drain()
-    assert _counts(rig) == {"write_bytes.host": 5 * 48, "write_bytes.disk": 5 * 48}
+    assert _counts(rig) == {
+        "stored_blocks.host": 5,
+        "stored_blocks.disk": 5,
+        "write_bytes.host": 5 * 48,
+        "write_bytes.disk": 5 * 48,
+    }
     other = make(tmp_path, pool_slots=8)
     other.serve(A)
     assert _counts(other) == {
@@ -128,7 +133,7 @@ def test_a_small_pool_streams_instead_of_missing(
 def test_stores_beyond_the_pool_are_dropped_and_counted(make: Make, tmp_path: Path) -> None:
     rig = make(tmp_path, pool_slots=3)
     rig.serve(A)
-    assert rig.scheduler.take_dropped_stores() == 2
+    assert rig.scheduler.take_counts() == {"dropped_store_blocks.no_slot": 2}
     rig.drain()
     assert rig.serve(A).external_tokens == 12
 
@@ -178,7 +183,8 @@ def test_damaged_file_is_recomputed_forgotten_and_stored_again(
     served = rig.serve(A)
     assert (served.blocks, served.has_failed) == (kv_of(A), True)
     counts = _counts(rig)
-    assert counts["load_failed_blocks"] == 1
+    reason = {"remove": "gone", "directory": "unreadable"}.get(damage, "damaged")
+    assert counts[f"load_failed_blocks.{reason}"] == 1
     assert counts.get("verify_failed_blocks", 0) == (damage not in ("remove", "directory"))
     rig.drain()
     again = rig.serve(A)
@@ -211,7 +217,7 @@ class _HangingStore(FileStore):
 
 
 def _hanging(store: FileStore) -> FileStore:
-    return _HangingStore(store.directory, store.namespace, store.payload_bytes)
+    return _HangingStore(store.directory, store.namespace, store.payload_bytes, quota=store.quota)
 
 
 @pytest.fixture

@@ -1,0 +1,144 @@
+"""What the scheduler side believes to be on disk, and the thread that keeps the belief fresh.
+
+The index is a hint: a key whose file is gone costs a recomputation. It learns of this server's
+files at once and of other servers' by listing the directory again and again. Standard library only.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+from harness.connector.file_store import FileStore
+
+logger = logging.getLogger("vllm.kvgate.disk_index")
+
+BUCKETS = 256
+# The watcher lists for at most this share of the time: it runs beside the engine's own loop.
+_DUTY = 0.05
+# How long the memory of own writes outlives the slowest listing.
+_FRESH_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The keys found in one bucket by a listing that began at ``started_s`` (monotonic)."""
+
+    bucket: int
+    started_s: float
+    keys: frozenset[bytes]
+
+
+class DiskIndex:
+    """A set of keys, one part per bucket directory (the key's first byte)."""
+
+    def __init__(self) -> None:
+        self._parts: list[set[bytes]] = [set() for _ in range(BUCKETS)]
+        self._fresh: dict[bytes, float] = {}  # own recent writes, oldest first
+        self._cleared_s = float("-inf")
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._parts[key[0]]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    def __iter__(self) -> Iterator[bytes]:
+        return chain.from_iterable(self._parts)
+
+    def add(self, key: bytes, now_s: float) -> None:
+        """Takes in a key that this server has just written."""
+        self._parts[key[0]].add(key)
+        self._fresh.pop(key, None)
+        self._fresh[key] = now_s
+        while self._fresh:
+            oldest = next(iter(self._fresh))
+            if self._fresh[oldest] > now_s - _FRESH_S:
+                break
+            del self._fresh[oldest]
+
+    def discard(self, key: bytes) -> None:
+        """Forgets a key."""
+        self._parts[key[0]].discard(key)
+        self._fresh.pop(key, None)
+
+    def clear(self, now_s: float) -> None:
+        """Forgets every key, and whatever a listing that began before ``now_s`` found."""
+        for part in self._parts:
+            part.clear()
+        self._fresh.clear()
+        self._cleared_s = now_s
+
+    def apply(self, listing: Listing) -> None:
+        """Takes in a listing. Own writes that it may have been too early to see are kept."""
+        if listing.started_s <= self._cleared_s:
+            return
+        part = self._parts[listing.bucket]
+        kept = {
+            key for key in part - listing.keys if self._fresh.get(key, 0.0) >= listing.started_s
+        }
+        # Keys known already keep their object: a listing must not double the index's memory.
+        part.intersection_update(listing.keys | kept)
+        part.update(listing.keys)
+
+
+class DirectoryWatcher:
+    """Lists changed buckets in a thread of its own; ``take`` hands over what it found."""
+
+    def __init__(self, store: FileStore, interval_s: float) -> None:
+        self._store = store
+        self._interval_s = interval_s
+        self._found: deque[Listing] = deque()
+        self._changes: dict[int, int] = {}  # bucket -> change time of its directory when listed
+        self._stop = threading.Event()
+        self._first_pass = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvgate-watch", daemon=True)
+
+    def start(self, first_pass_timeout_s: float) -> None:
+        """Starts the thread and waits until it has been through once, or for the timeout."""
+        self._thread.start()
+        if not self._first_pass.wait(first_pass_timeout_s):
+            logger.warning(
+                "event=first_listing_slow waited_s=%g effect=found_blocks_come_later",
+                first_pass_timeout_s,
+            )
+
+    def take(self) -> Iterable[Listing]:
+        """Listings since the last call."""
+        while self._found:
+            yield self._found.popleft()
+
+    def stop(self) -> None:
+        """Asks the thread to end; does not wait for a hung one."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        is_first = True
+        while not self._stop.is_set():
+            try:
+                self._pass(is_first)
+            except OSError as error:
+                logger.info("event=listing_failed reason=%s", error)
+            except Exception:
+                logger.exception("event=listing_failed")
+            is_first = False
+            self._first_pass.set()
+            self._stop.wait(self._interval_s)
+
+    def _pass(self, is_first: bool) -> None:
+        for bucket, changed_ns in enumerate(self._store.bucket_changes()):
+            started = time.monotonic()
+            # A directory that changed within the clock's resolution of the listing is read again.
+            if changed_ns == self._changes.get(bucket, 0):
+                continue
+            listed = time.time_ns()
+            self._found.append(Listing(bucket, started, self._store.list_bucket(bucket)))
+            self._changes[bucket] = changed_ns if listed - changed_ns > 50_000_000 else -1
+            spent = time.monotonic() - started
+            if not is_first and self._stop.wait(spent / _DUTY):
+                return

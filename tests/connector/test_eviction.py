@@ -1,0 +1,181 @@
+"""Quota and eviction on real files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from harness.connector import partial_files
+from harness.connector.eviction import Evictor, iter_block_files
+from harness.connector.keys import block_path
+from harness.connector.partial_files import is_abandoned, partial_name
+from harness.connector.quota import USAGE_NAME, DirectoryQuota, Room
+
+FILE_BYTES = 1000
+OLD, NEW = "aa" * 16, "bb" * 16
+
+
+def _quota(directory: Path, capacity: int | None, reserve: int = 0) -> DirectoryQuota:
+    return DirectoryQuota(directory, capacity_bytes=capacity, reserve_bytes=reserve)
+
+
+def _evictor(quota: DirectoryQuota, high: float = 1.0, low: float = 1.0) -> Evictor:
+    return Evictor(
+        quota, high_watermark=high, low_watermark=low, is_in_use=lambda path: "dd" in path
+    )
+
+
+def _put(directory: Path, number: int, age: int, namespace: str = NEW) -> Path:
+    """A file whose last use was ``age`` seconds after 1970-01-12."""
+    path = block_path(directory, namespace, bytes([number]) * 16)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(bytes(FILE_BYTES))
+    os.utime(path, (10**6 + age, 10**6 + age))
+    return path
+
+
+def test_room_is_granted_up_to_the_capacity_to_the_byte(tmp_path: Path) -> None:
+    quota = _quota(tmp_path, 2000)
+    assert [quota.take(1000) for _ in range(3)] == [Room.GRANTED, Room.GRANTED, Room.OVER_CAPACITY]
+    quota.cancel(1000)
+    assert (quota.take(1001), quota.take(1000)) == (Room.OVER_CAPACITY, Room.GRANTED)
+
+
+def test_free_space_is_left_alone(tmp_path: Path) -> None:
+    status = os.statvfs(tmp_path)
+    free = status.f_bavail * status.f_frsize
+    assert _quota(tmp_path, None, reserve=2 * free).take(1) is Room.NO_FREE_SPACE
+    assert _quota(tmp_path, None, reserve=0).take(1) is Room.GRANTED
+
+
+def test_two_users_share_one_count(tmp_path: Path) -> None:
+    quotas = [_quota(tmp_path, 300 * 10) for _ in range(2)]
+
+    def take_many(quota: DirectoryQuota) -> int:
+        return sum(quota.take(10) is Room.GRANTED for _ in range(200))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert sum(pool.map(take_many, quotas)) == 300
+    assert int.from_bytes((tmp_path / USAGE_NAME).read_bytes(), "little") == 3000
+
+
+def test_recount_keeps_what_was_taken_meanwhile(tmp_path: Path) -> None:
+    quota = _quota(tmp_path, None)
+    quota.take(500)
+    quota.keep(500)
+    quota.take(8)
+    with quota.recount() as correct:
+        assert correct is not None
+        quota.take(30)
+        with _quota(tmp_path, None).recount() as other:
+            assert other is None, "one process counts at a time"
+        correct(7000)
+    quota.take(0)
+    assert quota.used_bytes == 7038, "what was found, what is being written, what came meanwhile"
+
+
+def test_a_damaged_count_is_started_anew(tmp_path: Path) -> None:
+    (tmp_path / USAGE_NAME).write_bytes(b"abc")
+    quota = _quota(tmp_path, 100)
+    assert quota.take(60) is Room.GRANTED
+    assert quota.used_bytes == 60
+
+
+def test_the_longest_unused_goes_first_whatever_its_namespace(tmp_path: Path) -> None:
+    files = [_put(tmp_path, 1, 5), _put(tmp_path, 2, 3, OLD), _put(tmp_path, 3, 4)]
+    quota = _quota(tmp_path, 3 * FILE_BYTES)
+    evictor = _evictor(quota)
+    evictor.refresh()
+    assert quota.used_bytes == 3 * FILE_BYTES
+    assert evictor.make_room(FILE_BYTES) == (Room.GRANTED, [str(files[1])])
+    assert evictor.make_room(FILE_BYTES) == (Room.GRANTED, [str(files[2])])
+    assert [path.exists() for path in files] == [True, False, False]
+
+
+def test_a_file_used_since_it_was_listed_stays(tmp_path: Path) -> None:
+    first, second = _put(tmp_path, 1, 1), _put(tmp_path, 2, 2)
+    evictor = _evictor(_quota(tmp_path, 2 * FILE_BYTES))
+    evictor.refresh()
+    os.utime(first)
+    assert evictor.make_room(FILE_BYTES)[1] == [str(second)]
+
+
+def test_a_file_in_use_stays(tmp_path: Path) -> None:
+    used, other = _put(tmp_path, 0xDD, 1), _put(tmp_path, 2, 2)
+    evictor = _evictor(_quota(tmp_path, 2 * FILE_BYTES))
+    evictor.refresh()
+    assert evictor.make_room(FILE_BYTES) == (Room.GRANTED, [str(other)])
+    assert evictor.make_room(FILE_BYTES) == (Room.OVER_CAPACITY, [])
+    assert used.exists()
+
+
+def test_watermarks(tmp_path: Path) -> None:
+    for number in range(1, 21):
+        _put(tmp_path, number, number)
+    quota = _quota(tmp_path, 22 * FILE_BYTES)
+    evictor = _evictor(quota, high=0.95, low=0.5)  # 20.9 and 11 files
+    evictor.refresh()
+    assert evictor.make_room(FILE_BYTES)[1:] == ([f"{_p(tmp_path, n)}" for n in range(1, 11)],)
+    assert quota.used_bytes == 11 * FILE_BYTES
+    assert evictor.make_room(FILE_BYTES) == (Room.GRANTED, []), "not again before the high mark"
+
+
+def _p(directory: Path, number: int) -> Path:
+    return block_path(directory, NEW, bytes([number]) * 16)
+
+
+def test_no_room_when_nothing_can_go(tmp_path: Path) -> None:
+    assert _evictor(_quota(tmp_path, FILE_BYTES - 1)).make_room(FILE_BYTES) == (
+        Room.OVER_CAPACITY,
+        [],
+    )
+
+
+def test_links_are_neither_listed_nor_followed(tmp_path: Path) -> None:
+    inside, outside = tmp_path / "tier", tmp_path / "outside"
+    kept = _put(outside, 1, 1)
+    path = _put(inside, 2, 2)
+    (inside / OLD).symlink_to(outside / NEW)
+    (inside / NEW / "r1").symlink_to(outside / NEW / "r0")
+    (inside / NEW / "r0" / "01").symlink_to(kept.parent)
+    path.with_name("03" * 16 + ".kv").symlink_to(kept)
+    assert [file.path for file in iter_block_files(inside)] == [str(path)]
+
+
+@pytest.fixture
+def dead_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_refresh_removes_what_dead_writers_left_and_counts_the_rest(
+    tmp_path: Path, dead_pid: int
+) -> None:
+    block = _put(tmp_path, 1, 1)
+    mine = block.with_name(partial_name("ab"))
+    dead = block.with_name(mine.name.replace(f".{os.getpid()}.", f".{dead_pid}."))
+    elsewhere = block.with_name(f".ab.00000000.{dead_pid}.0a.tmp")
+    old = block.with_name(".anything.tmp")
+    for path in (mine, dead, elsewhere, old):
+        path.write_bytes(bytes(10))
+    os.utime(old, (1, 1))
+    quota = _quota(tmp_path, None)
+    _evictor(quota).refresh()
+    assert [path.exists() for path in (block, mine, dead, elsewhere, old)] == [
+        True, True, False, True, False,
+    ]  # fmt: skip
+    assert quota.used_bytes == FILE_BYTES + 2 * 10
+
+
+def test_abandoned_names(dead_pid: int) -> None:
+    now_ns = 2**62
+    assert not is_abandoned(partial_name("x"), now_ns)
+    assert is_abandoned(f".x.{partial_files._place()}.{dead_pid}.00.tmp", now_ns)
+    assert not is_abandoned(".x.tmp", now_ns)
+    assert is_abandoned(".x.tmp", 0)
