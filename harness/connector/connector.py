@@ -16,6 +16,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -297,10 +298,13 @@ class KvgateTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self, metadata: Mapping[int, KVConnectorHandshakeMetadata]
     ) -> None:
         """Starts serving with what the worker reported; prints the one line that says so."""
-        handshake = metadata.get(0)
-        if self._scheduler is None or not isinstance(handshake, TierHandshakeMetadata):
+        if self._scheduler is None:
             return
-        facts = handshake.facts
+        wanted = self._vllm_config.parallel_config.tensor_parallel_size
+        facts = _combined(
+            [each.facts for each in metadata.values() if isinstance(each, TierHandshakeMetadata)],
+            wanted,
+        )
         if facts.problem:
             logger.error(
                 'event=tier_off effect="served without the tier" reason="%s"', facts.problem
@@ -435,9 +439,10 @@ class KvgateTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
         spec = _spec(self._kv_cache_config)
         names = self._kv_cache_config.kv_cache_groups[0].layer_names
         layout = BlockLayout(cache_tensors(kv_caches, names), self._kv_cache_config.num_blocks)
+        rank = _rank(self._vllm_config)
         slot_bytes = file_bytes(layout.payload_bytes)
         total = self._config.host_pool_bytes // slot_bytes
-        namespace, store = self._open_store(layout, spec)
+        namespace, store = self._open_store(layout, spec, rank)
         staging = 0
         if store is not None:
             staging = max(1, min(_STAGING_PER_READER * self._config.reader_threads, total // 2))
@@ -458,6 +463,7 @@ class KvgateTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
             HostMemory(total, slot_bytes),
             pool_slots=total - staging,
             store=store,
+            rank=rank,
             cpus=allowed_cpus(),
         )
         return WorkerFacts(
@@ -469,7 +475,9 @@ class KvgateTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
             direct_io=store is not None and store.direct_io,
         )
 
-    def _open_store(self, layout: BlockLayout, spec: Any) -> tuple[str, FileStore | None]:
+    def _open_store(
+        self, layout: BlockLayout, spec: Any, rank: int
+    ) -> tuple[str, FileStore | None]:
         """The namespace, and the opened directory unless there is none or it cannot be used."""
         try:
             facts = fingerprint(
@@ -488,7 +496,9 @@ class KvgateTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
         namespace = namespace_of(facts)
         if self._config.directory is None:
             return namespace, None
-        store = self._file_store(self._config.directory, namespace, layout.payload_bytes)
+        store = self._file_store(self._config.directory, namespace, layout.payload_bytes).of_rank(
+            rank
+        )
         try:
             store.open(
                 {
@@ -534,6 +544,7 @@ class KvgateTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
             "connector_version": CONNECTOR_VERSION,
             "reset_scope": self._config.reset_scope.value,
             "disk_capacity_bytes": self._config.disk_capacity_bytes,
+            "rank_count": facts.rank_count,
         }
         logger.info("kvgate tier ready: %s", json.dumps(line))
 
@@ -555,7 +566,6 @@ def _refusal(vllm_config: Any, kv_cache_config: Any) -> str:
             if getattr(spec, name, None):
                 reasons.append(f"its attention has {name}={getattr(spec, name)}")
     for name in (
-        "tensor_parallel_size",
         "pipeline_parallel_size",
         "decode_context_parallel_size",
         "prefill_context_parallel_size",
@@ -568,6 +578,37 @@ def _refusal(vllm_config: Any, kv_cache_config: Any) -> str:
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         reasons.append("calculate_kv_scales makes KV depend on the first request")
     return "; ".join(reasons)
+
+
+def _rank(vllm_config: Any) -> int:
+    """This worker's tensor-parallel rank."""
+    if vllm_config.parallel_config.tensor_parallel_size == 1:
+        return 0
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    rank: int = get_tensor_model_parallel_rank()
+    return rank
+
+
+def _combined(facts: list[WorkerFacts], rank_count: int) -> WorkerFacts:
+    """What all ranks can do together. Pure."""
+    if len(facts) != rank_count:
+        return WorkerFacts(problem=f"{len(facts)} of {rank_count} workers reported their cache")
+    first = facts[0]
+    if problem := next((each.problem for each in facts if each.problem), ""):
+        return WorkerFacts(problem=problem)
+    if any(
+        (each.namespace, each.payload_bytes) != (first.namespace, first.payload_bytes)
+        for each in facts
+    ):
+        return WorkerFacts(problem="the workers' caches differ in layout")
+    return replace(
+        first,
+        slot_count=min(each.slot_count for each in facts),
+        has_disk=all(each.has_disk for each in facts),
+        direct_io=all(each.direct_io for each in facts),
+        rank_count=rank_count,
+    )
 
 
 def _reads_tier(request: Any) -> bool:

@@ -29,59 +29,70 @@ _FRESH_S = 120.0
 class Listing:
     """The keys found in one bucket by a listing that began at ``started_s`` (monotonic)."""
 
+    rank: int
     bucket: int
     started_s: float
     keys: frozenset[bytes]
 
 
 class DiskIndex:
-    """A set of keys, one part per bucket directory (the key's first byte)."""
+    """A set of keys, one part per rank and bucket directory (the key's first byte).
 
-    def __init__(self) -> None:
-        self._parts: list[set[bytes]] = [set() for _ in range(BUCKETS)]
-        self._fresh: dict[bytes, float] = {}  # own recent writes, oldest first
+    A key is in it when every rank's file is there.
+    """
+
+    def __init__(self, rank_count: int = 1) -> None:
+        self._ranks: list[list[set[bytes]]] = [
+            [set() for _ in range(BUCKETS)] for _ in range(rank_count)
+        ]
+        # Own recent writes, oldest first.
+        self._fresh: list[dict[bytes, float]] = [{} for _ in range(rank_count)]
         self._cleared_s = float("-inf")
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._parts[key[0]]
+        bucket = key[0]
+        return all(key in parts[bucket] for parts in self._ranks)
 
     def __len__(self) -> int:
-        return sum(map(len, self._parts))
+        if len(self._ranks) == 1:
+            return sum(map(len, self._ranks[0]))
+        return sum(1 for _ in self)
 
     def __iter__(self) -> Iterator[bytes]:
-        return chain.from_iterable(self._parts)
+        return (key for key in chain.from_iterable(self._ranks[0]) if key in self)
 
-    def add(self, key: bytes, now_s: float) -> None:
-        """Takes in a key that this server has just written."""
-        self._parts[key[0]].add(key)
-        self._fresh.pop(key, None)
-        self._fresh[key] = now_s
-        while self._fresh:
-            oldest = next(iter(self._fresh))
-            if self._fresh[oldest] > now_s - _FRESH_S:
+    def add(self, key: bytes, now_s: float, rank: int = 0) -> None:
+        """Takes in a key that this server's worker ``rank`` has just written."""
+        self._ranks[rank][key[0]].add(key)
+        fresh = self._fresh[rank]
+        fresh.pop(key, None)
+        fresh[key] = now_s
+        while fresh:
+            oldest = next(iter(fresh))
+            if fresh[oldest] > now_s - _FRESH_S:
                 break
-            del self._fresh[oldest]
+            del fresh[oldest]
 
-    def discard(self, key: bytes) -> None:
-        """Forgets a key."""
-        self._parts[key[0]].discard(key)
-        self._fresh.pop(key, None)
+    def discard(self, key: bytes, rank: int = 0) -> None:
+        """Forgets a rank's file of a key."""
+        self._ranks[rank][key[0]].discard(key)
+        self._fresh[rank].pop(key, None)
 
     def clear(self, now_s: float) -> None:
         """Forgets every key, and whatever a listing that began before ``now_s`` found."""
-        for part in self._parts:
-            part.clear()
-        self._fresh.clear()
+        for parts, fresh in zip(self._ranks, self._fresh, strict=True):
+            for part in parts:
+                part.clear()
+            fresh.clear()
         self._cleared_s = now_s
 
     def apply(self, listing: Listing) -> None:
         """Takes in a listing. Own writes that it may have been too early to see are kept."""
         if listing.started_s <= self._cleared_s:
             return
-        part = self._parts[listing.bucket]
-        kept = {
-            key for key in part - listing.keys if self._fresh.get(key, 0.0) >= listing.started_s
-        }
+        part = self._ranks[listing.rank][listing.bucket]
+        fresh = self._fresh[listing.rank]
+        kept = {key for key in part - listing.keys if fresh.get(key, 0.0) >= listing.started_s}
         # Keys known already keep their object: a listing must not double the index's memory.
         part.intersection_update(listing.keys | kept)
         part.update(listing.keys)
@@ -137,7 +148,8 @@ class DirectoryWatcher:
             if changed_ns == self._changes.get(bucket, 0):
                 continue
             listed = time.time_ns()
-            self._found.append(Listing(bucket, started, self._store.list_bucket(bucket)))
+            keys = self._store.list_bucket(bucket)
+            self._found.append(Listing(self._store.rank, bucket, started, keys))
             self._changes[bucket] = changed_ns if listed - changed_ns > 50_000_000 else -1
             spent = time.monotonic() - started
             if not is_first and self._stop.wait(spent / _DUTY):

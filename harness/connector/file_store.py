@@ -47,7 +47,8 @@ logger = logging.getLogger("vllm.kvgate.file_store")
 
 _RETIRED = ".dropped-"
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
-_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+# Without O_NONBLOCK a pipe in a file's place would hang the reader.
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -80,6 +81,12 @@ class FileStore:
         self.quota = quota or DirectoryQuota(directory, capacity_bytes=None, reserve_bytes=None)
         self._rank_directory = rank_directory(directory, namespace, rank)
         self._rank_name = self._rank_directory.name
+
+    def of_rank(self, rank: int) -> FileStore:
+        """The store of another rank of the same server."""
+        return type(self)(
+            self.directory, self.namespace, self.payload_bytes, rank=rank, quota=self.quota
+        )
 
     def open(self, description: Mapping[str, Any]) -> None:
         """Creates what is missing, proves that files can be written, and probes O_DIRECT.

@@ -23,13 +23,15 @@ class HostPool:
 
     A slot is free, or holds one key. A pinned slot (being filled, read or written) is never
     evicted; a key may be forgotten while its slot is pinned, and the slot becomes free when the
-    last pin goes.
+    last pin goes. ``holders`` workers hold each slot's part of a block, so one use puts as many
+    pins, and each worker takes one back.
     """
 
-    def __init__(self, slot_count: int) -> None:
+    def __init__(self, slot_count: int, *, holders: int = 1) -> None:
         if slot_count < 1:
             raise ValueError(f"slot_count is {slot_count}; a pool has at least one slot")
         self.slot_count = slot_count
+        self._holders = holders
         self.evicted_count = 0  # since the start
         self._probation: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._protected: OrderedDict[bytes, int] = OrderedDict()
@@ -66,7 +68,7 @@ class HostPool:
         return slot in self._filling
 
     def allocate(self, key: bytes, *, filling: bool = False) -> int | None:
-        """Gives ``key`` a slot with one pin, on probation; evicts an unpinned key if needed.
+        """Gives ``key`` a slot, pinned for one use, on probation; evicts an unpinned key if needed.
 
         Returns None when every slot is pinned. ``filling`` says that the bytes come later
         (``filled``).
@@ -78,7 +80,7 @@ class HostPool:
         slot = self._free.pop()
         self._probation[key] = slot
         self._key_of[slot] = key
-        self._pins[slot] = 1
+        self._pins[slot] = self._holders
         if filling:
             self._filling.add(slot)
         return slot
@@ -90,11 +92,16 @@ class HostPool:
             self.forget(self._key_of[slot])
 
     def pin(self, slot: int) -> None:
-        """Protects a used slot from eviction until a matching ``unpin``."""
-        self._pins[slot] = self._pins.get(slot, 0) + 1
+        """Protects a used slot from eviction for one more use, until every holder has unpinned."""
+        self._pins[slot] = self._pins.get(slot, 0) + self._holders
+
+    def unpin_all(self, slot: int) -> None:
+        """Ends a use for every holder at once."""
+        for _ in range(self._holders):
+            self.unpin(slot)
 
     def unpin(self, slot: int) -> None:
-        """Takes one pin back; frees the slot if its key was forgotten meanwhile."""
+        """Takes one holder's pin back; frees the slot if its key was forgotten meanwhile."""
         count = self._pins[slot] - 1
         if count:
             self._pins[slot] = count

@@ -70,8 +70,9 @@ class StepPlan:
 
 @dataclass(slots=True)
 class WorkerReport:
-    """What the worker finished since its last report."""
+    """What the worker of one rank finished since its last report."""
 
+    rank: int = 0  # tensor-parallel rank
     released: list[int] = field(default_factory=list)  # one pin each; a slot may occur repeatedly
     filled: list[int] = field(default_factory=list)  # slots whose bytes arrived from disk
     unfilled: list[int] = field(default_factory=list)  # slots whose bytes will not arrive
@@ -109,6 +110,7 @@ class WorkerFacts:
     namespace: str = ""
     payload_bytes: int = 0  # bytes of one block on the device, all layers
     slot_bytes: int = 0  # bytes of one host slot, header page and padding included
-    slot_count: int = 0  # host slots the scheduler side may fill
+    slot_count: int = 0  # host slots the scheduler side may fill, of each worker
+    rank_count: int = 1  # tensor-parallel workers, each with its part of every block
     has_disk: bool = False
     direct_io: bool = False

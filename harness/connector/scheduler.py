@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from harness.connector.breaker import BreakerState
 from harness.connector.config import ResetScope, TierConfig
@@ -75,6 +75,7 @@ class _RequestState:
     local_tokens: int = 0  # device hit of the last lookup
     block_ids: list[int] = field(default_factory=list)
     next_store: int = 0  # first block not yet considered for storing
+    next_prefetch: int = 0  # first block not yet considered for reading ahead
     is_reuse_counted: bool = False  # its hit has renewed the host pool's order
     is_tier_off: bool = False  # a load failed: recompute, do not look up again
     host_tokens: int = 0  # of the last planned load, by source
@@ -100,10 +101,14 @@ class TierScheduler:
         self._clock = clock
         self._facts = WorkerFacts(problem="the worker has not reported yet")
         self._pool: HostPool | None = None
-        self._store: FileStore | None = None
+        self._stores: list[FileStore] = []  # by rank; empty without a disk tier
         self._on_disk = DiskIndex()
-        self._watcher: DirectoryWatcher | None = None
+        self._watchers: list[DirectoryWatcher] = []
         self._writing: dict[bytes, int] = {}  # key -> pinned slot, until durable or failed
+        # What ranks have yet to report, by key, slot and request.
+        self._writes_left: dict[bytes, int] = {}
+        self._fills_left: dict[int, int] = {}
+        self._loads_left: dict[str, int] = {}
         self._streaming: Counter[bytes] = Counter()  # loads through staging buffers, by key
         self._loading: dict[str, LoadRequest] = {}
         self._requests: dict[str, _RequestState] = {}
@@ -112,26 +117,33 @@ class TierScheduler:
         self._new_touches: list[tuple[bytes, ...]] = []
         self._waiting: dict[str, _RequestState] = {}  # arrived, not yet scheduled
         self._prefetched: set[bytes] = set()  # read ahead, not yet restored
-        self._is_disk_sick = False
+        self._sick_ranks: set[int] = set()
         self._dropped_stores = 0
         self._told_evictions = 0
 
     def attach(self, facts: WorkerFacts, store: FileStore | None) -> None:
-        """Starts serving with what the worker reported; finds the blocks that earlier runs left."""
+        """Starts serving with what the workers reported; finds the blocks that earlier runs left.
+
+        ``store`` is that of any rank; those of the others lie beside it.
+        """
         self._facts = facts
         if facts.problem:
             return
-        self._pool = HostPool(facts.slot_count)
-        self._store = store
+        self._pool = HostPool(facts.slot_count, holders=facts.rank_count)
+        self._on_disk = DiskIndex(facts.rank_count)
         if store is not None:
-            self._watcher = DirectoryWatcher(store, self._config.rescan_interval_s)
-            self._watcher.start(_FIRST_LISTING_S)
+            self._stores = [store.of_rank(rank) for rank in range(facts.rank_count)]
+            self._watchers = [
+                DirectoryWatcher(each, self._config.rescan_interval_s) for each in self._stores
+            ]
+            for watcher in self._watchers:
+                watcher.start(_FIRST_LISTING_S)
             self._take_listings()
 
     def stop(self) -> None:
-        """Ends the listing thread."""
-        if self._watcher is not None:
-            self._watcher.stop()
+        """Ends the listing threads."""
+        for watcher in self._watchers:
+            watcher.stop()
 
     @property
     def is_serving(self) -> bool:
@@ -227,37 +239,49 @@ class TierScheduler:
         return StepPlan(loads, tuple(prefetches), tuple(stores), touches, cancels, is_idle)
 
     def apply_report(self, report: WorkerReport) -> None:
-        """Takes in what the worker finished."""
+        """Takes in what one rank's worker finished.
+
+        A block counts as filled or on disk when every rank says so, a load as ended as well.
+        """
         pool = self._pool
         if pool is None:
             for request_id in report.finished:
-                self._loading.pop(request_id, None)
+                if _count_down(self._loads_left, request_id):
+                    del self._loading[request_id]
             return
         for key in report.bad:
-            self._on_disk.discard(key)
+            self._on_disk.discard(key, report.rank)
             pool.forget(key)
         for key in report.gone:
-            self._on_disk.discard(key)
+            self._on_disk.discard(key, report.rank)
         for slot in report.unfilled:
+            self._fills_left.pop(slot, None)
             pool.filled(slot, is_valid=False)
         for slot in report.filled:
-            pool.filled(slot, is_valid=True)
+            # Another rank's part may have failed: then the slot is forgotten already.
+            if slot in self._fills_left and _count_down(self._fills_left, slot):
+                pool.filled(slot, is_valid=True)
         for key in report.written:
-            self._on_disk.add(key, self._clock())
-            pool.unpin(self._writing.pop(key))
-        for key in report.unwritten:
-            pool.unpin(self._writing.pop(key))
+            self._on_disk.add(key, self._clock(), report.rank)
+        for key in (*report.written, *report.unwritten):
+            pool.unpin(self._writing[key])
+            if _count_down(self._writes_left, key):
+                del self._writing[key]
         for slot in report.released:
             pool.unpin(slot)
         if report.read_breaker is not None:
             # A directory being probed is left alone as well.
-            self._is_disk_sick = report.read_breaker is not BreakerState.CLOSED
+            if report.read_breaker is BreakerState.CLOSED:
+                self._sick_ranks.discard(report.rank)
+            else:
+                self._sick_ranks.add(report.rank)
         for request_id in report.failed:
             if (state := self._requests.get(request_id)) is not None:
                 state.is_tier_off = True
         for request_id in report.finished:
-            load = self._loading.pop(request_id, None)
-            for block in load.blocks if load is not None else ():
+            if not _count_down(self._loads_left, request_id):
+                continue
+            for block in self._loading.pop(request_id).blocks:
                 if block.source is LoadSource.DISK and block.slot == NO_SLOT:
                     self._streaming[block.key] -= 1
                     if self._streaming[block.key] <= 0:
@@ -269,7 +293,7 @@ class TierScheduler:
         self._waiting.pop(request_id, None)
         if request_id in self._loading:
             self._new_cancels.append(request_id)
-        if state is not None and self._store is not None:
+        if state is not None and self._stores:
             self._prefetched.difference_update(state.keys)
             used = tuple(k for k in state.keys if k in self._on_disk or k in self._writing)
             if used:
@@ -291,9 +315,10 @@ class TierScheduler:
                 self._pool.pinned_count,
             )
             return False
-        if self._config.reset_scope is ResetScope.ALL and self._store is not None:
+        if self._config.reset_scope is ResetScope.ALL and self._stores:
             try:
-                self._store.clear()
+                for store in self._stores:
+                    store.clear()
             except StoreUnavailable as error:
                 logger.error("event=reset_failed reason=%s", error)
                 return False
@@ -326,6 +351,7 @@ class TierScheduler:
 
     def _add_load(self, load: LoadRequest) -> None:
         self._loading[load.request_id] = load
+        self._loads_left[load.request_id] = self._facts.rank_count
         self._new_loads.append(load)
 
     def _state_of(self, request: _Request) -> _RequestState:
@@ -335,12 +361,12 @@ class TierScheduler:
         return state
 
     def _take_listings(self) -> None:
-        if self._watcher is not None:
-            for listing in self._watcher.take():
+        for watcher in self._watchers:
+            for listing in watcher.take():
                 self._on_disk.apply(listing)
 
     def _is_disk_usable(self) -> bool:
-        return self._store is not None and not self._is_disk_sick
+        return bool(self._stores) and not self._sick_ranks
 
     def _is_filling(self, slot: int) -> bool:
         return self._pool is not None and self._pool.is_filling(slot)
@@ -366,11 +392,17 @@ class TierScheduler:
             return LoadBlock(key, block_id, LoadSource.MISSING)
         # A key that another request reads through a staging buffer is not read twice: join that
         # read.
-        slot = None if key in self._streaming else self._pool.allocate(key, filling=True)
+        slot = None if key in self._streaming else self._allocate_to_fill(key)
         if slot is None:
             self._streaming[key] += 1
             return LoadBlock(key, block_id, LoadSource.DISK)
         return LoadBlock(key, block_id, LoadSource.DISK, slot)
+
+    def _allocate_to_fill(self, key: bytes) -> int | None:
+        slot = None if self._pool is None else self._pool.allocate(key, filling=True)
+        if slot is not None:
+            self._fills_left[slot] = self._facts.rank_count
+        return slot
 
     def _plan_prefetches(self) -> list[LoadBlock]:
         """Reads ahead for requests that this step left waiting, in their order of arrival."""
@@ -380,20 +412,22 @@ class TierScheduler:
         room = self._pool.slot_count // _PREFETCH_POOL_PART - len(self._prefetched)
         for state in list(self._waiting.values())[:_PREFETCH_REQUESTS]:
             keys = self._keys(state, state.request.num_tokens // self._block_tokens)
-            for key in keys[state.local_tokens // self._block_tokens :]:
+            first = max(state.next_prefetch, state.local_tokens // self._block_tokens)
+            for index in range(first, len(keys)):
                 if room <= 0:
                     return planned
-                # A key read ahead and evicted since is not read ahead again: the pool is too small.
-                if key in self._pool or key in self._streaming or key in self._prefetched:
-                    continue
-                if key not in self._on_disk:
-                    break
-                slot = self._pool.allocate(key, filling=True)
-                if slot is None:
-                    return planned
-                self._prefetched.add(key)
-                planned.append(LoadBlock(key, NO_BLOCK, LoadSource.DISK, slot))
-                room -= 1
+                key = keys[index]
+                if key not in self._pool and key not in self._streaming:
+                    if key not in self._on_disk:
+                        break
+                    slot = self._allocate_to_fill(key)
+                    if slot is None:
+                        return planned
+                    self._prefetched.add(key)
+                    planned.append(LoadBlock(key, NO_BLOCK, LoadSource.DISK, slot))
+                    room -= 1
+                # Considered once: a block read ahead and evicted since shows a pool too small.
+                state.next_prefetch = index + 1
         return planned
 
     def _plan_stores(self, share: ScheduledRequest) -> list[StoreBlock]:
@@ -421,15 +455,16 @@ class TierScheduler:
             if slot is None:
                 self._dropped_stores += 1
                 continue
-            to_disk = self._store is not None
+            to_disk = bool(self._stores)
             if to_disk:
                 self._writing[key] = slot
+                self._writes_left[key] = self._facts.rank_count
             stores.append(StoreBlock(key, state.block_ids[index], slot, to_disk))
         for store in stores:
             if not store.to_disk:
                 # Nothing reads the slot behind the worker's back: plans run in order, so a later
                 # plan may reuse it at once.
-                self._pool.unpin(store.slot)
+                self._pool.unpin_all(store.slot)
         state.next_store = complete
         self._pool.order_chain(keys)
         return stores
@@ -446,3 +481,15 @@ class TierScheduler:
             parent = next_key(parent, state.request.all_token_ids[start:end], extra)
             keys.append(parent)
         return keys[:count]
+
+
+_Name = TypeVar("_Name")
+
+
+def _count_down(left: dict[_Name, int], name: _Name) -> bool:
+    """One rank fewer to report; True, and forgotten, with the last one."""
+    left[name] -= 1
+    if left[name]:
+        return False
+    del left[name]
+    return True

@@ -30,7 +30,7 @@ from harness.connector.meta import (
     StepPlan,
     WorkerReport,
 )
-from harness.connector.metrics import TierCounters
+from harness.connector.metrics import TIERS, TierCounters
 
 logger = logging.getLogger("vllm.kvgate.worker")
 
@@ -95,6 +95,7 @@ class TierWorker:
         *,
         pool_slots: int,
         store: FileStore | None,
+        rank: int = 0,
         cpus: frozenset[int] = frozenset(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -110,7 +111,8 @@ class TierWorker:
         self._reads: dict[bytes, _Read] = {}
         self._ready: list[tuple[_Load, LoadBlock]] = []
         self._failed_blocks: set[int] = set()
-        self._report = WorkerReport()
+        self._rank = rank
+        self._report = WorkerReport(rank)
         self._reported_breaker = BreakerState.CLOSED
         self._reported_gauges: dict[str, float] = {}
         self._counted_openings = 0
@@ -238,12 +240,16 @@ class TierWorker:
 
     def take_report(self) -> WorkerReport:
         """What finished since the last call, for the scheduler side."""
-        report, self._report = self._report, WorkerReport()
+        report, self._report = self._report, WorkerReport(self._rank)
         return report
 
     def take_statistics(self, block_tokens: int) -> dict[str, Any]:
         """Counters since the last call, and the gauges that changed."""
         statistics = self.counters.take(block_tokens)
+        if self._rank:  # tokens and loads are the same for every rank; bytes and files are not
+            statistics["load_seconds"] = []
+            for tier in TIERS:
+                statistics["counters"].pop(f"hit_tokens.{tier}", None)
         if self._io is not None:
             gauges: dict[str, float] = {
                 "read_queue_blocks": len(self._reads),

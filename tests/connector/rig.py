@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,7 +65,10 @@ def kv_of(tokens: Sequence[int]) -> list[bytes]:
 
 
 class Rig:
-    """One tier. A new rig on the same directory is a restarted server."""
+    """One tier of one or more ranks. A new rig on the same directory is a restarted server.
+
+    A rank's KV is rank 0's with every byte XORed by the rank; ``_get`` checks that they agree.
+    """
 
     def __init__(
         self,
@@ -76,26 +80,15 @@ class Rig:
         reset_scope: ResetScope = ResetScope.ALL,
         wrap_store: Callable[[FileStore], FileStore] = lambda store: store,
         are_loads_allowed: bool = True,
+        ranks: int = 1,
         **settings: Any,
     ) -> None:
-        self.device = np.zeros((LAYERS, DEVICE_BLOCKS, RUN_BYTES), dtype=np.uint8)
-        flat = self.device.reshape(-1)
-        layer_bytes = DEVICE_BLOCKS * RUN_BYTES
-        layout = BlockLayout(
-            [
-                CacheTensor(
-                    f"l{i}",
-                    flat,
-                    i * layer_bytes,
-                    (DEVICE_BLOCKS, RUN_BYTES),
-                    (RUN_BYTES, 1),
-                    1,
-                    "u8",
-                )
-                for i in range(LAYERS)
-            ],
-            DEVICE_BLOCKS,
-        )
+        self.devices = [
+            np.zeros((LAYERS, DEVICE_BLOCKS, RUN_BYTES), dtype=np.uint8) for _ in range(ranks)
+        ]
+        self.device = self.devices[0]
+        layouts = [_layout(device.reshape(-1)) for device in self.devices]
+        payload_bytes = layouts[0].payload_bytes
         config = TierConfig(
             host_pool_bytes=1,
             directory=directory,
@@ -103,8 +96,8 @@ class Rig:
             reset_scope=reset_scope,
             **{"rescan_interval_s": 0.01, "disk_reserve_bytes": 0} | settings,
         )
-        slot_bytes = file_bytes(layout.payload_bytes)
-        self.store: FileStore | None = None
+        slot_bytes = file_bytes(payload_bytes)
+        self.stores: list[FileStore] = []
         index_store = None
         if directory is not None:
             quota = DirectoryQuota(
@@ -112,19 +105,24 @@ class Rig:
                 capacity_bytes=config.disk_capacity_bytes,
                 reserve_bytes=config.disk_reserve_bytes,
             )
-            plain = FileStore(directory, NAMESPACE, layout.payload_bytes, quota=quota)
-            self.store = wrap_store(plain)
-            self.store.open({})
-            index_store = FileStore(directory, NAMESPACE, layout.payload_bytes, quota=quota)
+            index_store = FileStore(directory, NAMESPACE, payload_bytes, quota=quota)
+            for rank in range(ranks):
+                self.stores.append(wrap_store(index_store.of_rank(rank)))
+                self.stores[rank].open({})
         else:
             staging = 0
-        self.worker = TierWorker(
-            config,
-            layout,
-            HostMemory(pool_slots + staging, slot_bytes),
-            pool_slots=pool_slots,
-            store=self.store,
-        )
+        self.workers = [
+            TierWorker(
+                config,
+                layout,
+                HostMemory(pool_slots + staging, slot_bytes),
+                pool_slots=pool_slots,
+                store=self.stores[rank] if self.stores else None,
+                rank=rank,
+            )
+            for rank, layout in enumerate(layouts)
+        ]
+        self.worker = self.workers[0]
         self.scheduler = TierScheduler(
             config,
             block_tokens=BLOCK_TOKENS,
@@ -133,14 +131,16 @@ class Rig:
         )
         facts = WorkerFacts(
             namespace=NAMESPACE,
-            payload_bytes=layout.payload_bytes,
+            payload_bytes=payload_bytes,
             slot_bytes=slot_bytes,
             slot_count=pool_slots,
-            has_disk=self.store is not None,
+            has_disk=bool(self.stores),
+            rank_count=ranks,
         )
         self.scheduler.attach(facts, index_store)
         self.invalid: set[int] = set()
         self.finished: set[str] = set()
+        self._endings: Counter[str] = Counter()  # by how many ranks a load's end was reported
         self._ids = itertools.count()
         self._next_block = 0
 
@@ -152,7 +152,8 @@ class Rig:
         """Device blocks for a request, full of garbage."""
         ids = [(self._next_block + i) % DEVICE_BLOCKS for i in range(count)]
         self._next_block += count
-        self.device[:, ids] = 0xEE
+        for device in self.devices:
+            device[:, ids] = 0xEE
         return ids
 
     def step(
@@ -162,13 +163,20 @@ class Rig:
     ) -> StepPlan:
         """One engine step: plan, start, compute, store, report."""
         plan = self.scheduler.build_plan(shares, is_idle=not shares)
-        self.worker.begin_step(plan)
+        for worker in self.workers:
+            worker.begin_step(plan)
         compute()
-        self.worker.copy_ready()
-        self.worker.save(plan)
-        self.finished |= self.worker.poll(is_idle=plan.is_idle)
-        self.invalid |= self.worker.take_failed_blocks()
-        self.scheduler.apply_report(self.worker.take_report())
+        for worker in self.workers:
+            worker.copy_ready()
+            worker.save(plan)
+            self._endings.update(worker.poll(is_idle=plan.is_idle))
+            self.invalid |= worker.take_failed_blocks()
+        for worker in self.workers:
+            self.scheduler.apply_report(worker.take_report())
+        assert max(self._endings.values(), default=0) <= len(self.workers), "an end reported twice"
+        self.finished |= {
+            name for name, count in self._endings.items() if count == len(self.workers)
+        }
         return plan
 
     def start(self, request: FakeRequest, device_blocks: int = 0) -> tuple[list[int], int]:
@@ -233,11 +241,28 @@ class Rig:
 
     def close(self) -> None:
         """Ends the threads."""
-        self.worker.stop()
+        for worker in self.workers:
+            worker.stop()
         self.scheduler.stop()
 
     def _put(self, block: int, kv: bytes) -> None:
-        self.device[:, block] = np.frombuffer(kv, dtype=np.uint8).reshape(LAYERS, RUN_BYTES)
+        part = np.frombuffer(kv, dtype=np.uint8).reshape(LAYERS, RUN_BYTES)
+        for rank, device in enumerate(self.devices):
+            device[:, block] = part ^ rank
 
     def _get(self, block: int) -> bytes:
+        for rank, device in enumerate(self.devices):
+            assert (device[:, block] == self.device[:, block] ^ rank).all(), "ranks disagree"
         return self.device[:, block].tobytes()
+
+
+def _layout(flat: Any) -> BlockLayout:
+    layer_bytes = DEVICE_BLOCKS * RUN_BYTES
+    shape, strides = (DEVICE_BLOCKS, RUN_BYTES), (RUN_BYTES, 1)
+    return BlockLayout(
+        [
+            CacheTensor(f"l{i}", flat, i * layer_bytes, shape, strides, 1, "u8")
+            for i in range(LAYERS)
+        ],
+        DEVICE_BLOCKS,
+    )

@@ -15,8 +15,8 @@ A, B, C = (bytes([7, number]) + bytes(14) for number in range(3))
 
 def test_a_listing_adds_and_removes() -> None:
     index = DiskIndex()
-    index.apply(Listing(7, 10.0, frozenset({A, B})))
-    index.apply(Listing(7, 20.0, frozenset({B, C})))
+    index.apply(Listing(0, 7, 10.0, frozenset({A, B})))
+    index.apply(Listing(0, 7, 20.0, frozenset({B, C})))
     assert set(index) == {B, C}
     assert (A in index, len(index)) == (False, 2)
 
@@ -24,19 +24,19 @@ def test_a_listing_adds_and_removes() -> None:
 def test_own_write_survives_a_listing_that_began_before_it() -> None:
     index = DiskIndex()
     index.add(A, 15.0)
-    index.apply(Listing(7, 14.0, frozenset()))
+    index.apply(Listing(0, 7, 14.0, frozenset()))
     assert A in index
-    index.apply(Listing(7, 16.0, frozenset()))
+    index.apply(Listing(0, 7, 16.0, frozenset()))
     assert A not in index, "deleted by somebody else"
 
 
 def test_a_listing_from_before_a_reset_is_ignored() -> None:
     index = DiskIndex()
-    index.apply(Listing(7, 10.0, frozenset({A})))
+    index.apply(Listing(0, 7, 10.0, frozenset({A})))
     index.clear(11.0)
-    index.apply(Listing(7, 10.5, frozenset({A})))
+    index.apply(Listing(0, 7, 10.5, frozenset({A})))
     assert len(index) == 0
-    index.apply(Listing(7, 12.0, frozenset({B})))
+    index.apply(Listing(0, 7, 12.0, frozenset({B})))
     assert set(index) == {B}
 
 
