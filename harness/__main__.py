@@ -42,6 +42,7 @@ examples:
   kvgate judge runs/cpu-demo/20261130T120000Z
   kvgate report runs/cpu-demo/20261130T120000Z --locale zh
   kvgate runs                         what is there, and in which state
+  kvgate tier ls /mnt/nvme/kv         what a connector's directory holds
 
 exit codes: 0 PASS, 1 STOP, 2 INCONCLUSIVE or NOT RUN, 64 usage, 70 internal error, 130 interrupted
 """

@@ -1,4 +1,4 @@
-"""The verbs `import` and `export`, and what `kvgate plan` says of a plan's power.
+"""The verbs `import`, `export` and `tier`, and what `kvgate plan` says of a plan's power.
 
 Hooked into the command line by `add_verbs`; judging and reporting are the command line's own.
 """
@@ -18,6 +18,7 @@ from harness.judging import judge_directory
 from harness.plan import Plan
 from harness.power import ASSUMED_NOISE, measured_noise, power_lines
 from harness.published import import_published
+from harness.tier_verbs import add_tier_verb
 from harness.verdicts import Verdict
 
 # Makes the parser of a verb from its name, command, summary and example.
@@ -27,7 +28,7 @@ JudgeAndReport = Callable[[Path, str, Console], int]
 
 
 def add_verbs(verb: VerbMaker, judge_and_report: JudgeAndReport) -> None:
-    """Adds `import` and `export`."""
+    """Adds `import`, `export` and `tier`."""
 
     def import_(arguments: argparse.Namespace) -> int:
         try:
@@ -64,6 +65,8 @@ def add_verbs(verb: VerbMaker, judge_and_report: JudgeAndReport) -> None:
     sub.add_argument("run", type=Path, metavar="RUN", help="run directory")
     sub.add_argument("--format", choices=FORMATS, required=True, help="format to write")
     sub.add_argument("--out", type=Path, metavar="DIR", help="where to; default RUN/report")
+
+    add_tier_verb(verb)
 
 
 def _export(arguments: argparse.Namespace) -> int:

@@ -39,6 +39,39 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     ),
     "harness.exports": (VALUES | {"harness.store"}, {"numpy"}),
     "harness.power": (VALUES | {"harness.judge", "harness.plan"}, set()),
+    "harness.tier": (
+        {
+            "harness.connector",  # the empty package itself
+            "harness.connector.blockfile",
+            "harness.connector.directories",
+            "harness.connector.keys",
+            "harness.connector.quota",
+            "harness.errors",
+        },
+        set(),
+    ),
+    "harness.tier_upkeep": (
+        {
+            "harness.connector",
+            "harness.connector.blockfile",
+            "harness.connector.directories",
+            "harness.connector.partial_files",
+            "harness.connector.quota",
+            "harness.tier",
+        },
+        set(),
+    ),
+    "harness.tier_screen": ({"harness.tier", "harness.tier_upkeep"}, {"rich"}),
+    "harness.tier_verbs": (
+        {
+            "harness.console",
+            "harness.errors",
+            "harness.tier",
+            "harness.tier_screen",
+            "harness.tier_upkeep",
+        },
+        set(),
+    ),
     "harness.verbs": (
         VALUES
         | {
@@ -47,6 +80,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "harness.plan",
             "harness.power",
             "harness.published",
+            "harness.tier_verbs",
         },
         {"rich"},
     ),
@@ -81,6 +115,11 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
         {"locust", "gevent", "geventhttpclient"},
     ),
     "harness.connector": (set(), {"vllm", "torch", "numpy", "huggingface_hub"}),
+    "harness.connector.peer": (
+        {"harness.connector.device", "harness.connector.layout", "harness.connector.peer_copy"},
+        {"vllm", "numpy"},
+    ),
+    "harness.connector.peer_copy": ({"harness.connector.layout"}, set()),
     "harness.connector.blockfile": (set(), set()),
     "harness.connector.keys": ({"harness.connector.blockfile"}, set()),
     "harness.controls": (

@@ -127,10 +127,13 @@ class Evictor:
         removed: list[str] = []
         room = self._quota.take(count_bytes)
         while room is not Room.GRANTED:
-            if (path := self._remove_oldest()) is None:
-                return room, removed
-            removed.append(path)
+            path = self._remove_oldest()
+            if path is not None:
+                removed.append(path)
+            # Also when nothing went: the listing has corrected the count.
             room = self._quota.take(count_bytes)
+            if path is None:
+                return room, removed
         for _ in range(_AHEAD):
             if not self._wants_less() or (path := self._remove_oldest()) is None:
                 break

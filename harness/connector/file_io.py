@@ -366,7 +366,9 @@ class FileIo:
             try:
                 is_written = self._store.write_from(result.key, self._buffer_of(slot))
             except OSError as error:
-                if error.errno not in _FULL:
+                # Another server's reset moves the rank's directory away for a moment.
+                is_missing = isinstance(error, FileNotFoundError) and not is_last_try
+                if error.errno not in _FULL and not is_missing:
                     raise
                 if is_last_try:
                     result.failure = "no_space"

@@ -210,6 +210,7 @@ class TierScheduler:
 
     def plan_failed_load(self, request_id: str, block_ids: Sequence[int]) -> None:
         """Plans a load that fails at once, so that a request already waiting is recomputed."""
+        self._waiting.pop(request_id, None)
         blocks = tuple(LoadBlock(b"", block_id, LoadSource.MISSING) for block_id in block_ids)
         self._add_load(LoadRequest(request_id, blocks))
 

@@ -129,6 +129,14 @@ def _p(directory: Path, number: int) -> Path:
     return block_path(directory, NEW, bytes([number]) * 16)
 
 
+def test_a_wrong_count_refuses_nothing(tmp_path: Path) -> None:
+    quota = _quota(tmp_path, 5 * FILE_BYTES)
+    for _ in range(5):
+        quota.take(FILE_BYTES)
+        quota.keep(FILE_BYTES)
+    assert _evictor(quota).make_room(FILE_BYTES) == (Room.GRANTED, []), "there is no file at all"
+
+
 def test_no_room_when_nothing_can_go(tmp_path: Path) -> None:
     assert _evictor(_quota(tmp_path, FILE_BYTES - 1)).make_room(FILE_BYTES) == (
         Room.OVER_CAPACITY,

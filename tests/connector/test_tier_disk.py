@@ -274,6 +274,27 @@ def test_no_space_is_a_dropped_store_and_nothing_else(
     assert len(_files(tmp_path)) == 5
 
 
+class _ResetBetween(FileStore):
+    """Another server resets the directory just before the first write."""
+
+    is_done = False
+
+    def write_from(self, key: bytes, buffer: memoryview) -> bool:
+        if not self.is_done:
+            self.is_done = True
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        return super().write_from(key, buffer)
+
+
+def test_a_write_during_another_servers_reset_is_tried_again(make: Make, tmp_path: Path) -> None:
+    rig = make(tmp_path, pool_slots=8, wrap_store=_wrap(_ResetBetween))
+    rig.serve(_prompt(1))
+    rig.drain()
+    assert len(_files(tmp_path)) == 5
+    assert _count(rig, "io_errors.write") == 0
+    assert int.from_bytes((tmp_path / USAGE_NAME).read_bytes(), "little") == 5 * FILE_BYTES
+
+
 def test_two_servers_find_each_others_files(make: Make, tmp_path: Path) -> None:
     one, two = make(tmp_path, pool_slots=8), make(tmp_path, pool_slots=8)
     one.serve(_prompt(1))
