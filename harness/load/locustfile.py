@@ -11,58 +11,51 @@ because with ``stream=True`` they time the headers (docs/adr/0005).
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import logging
 import os
-import signal
 import sys
 import time
 import traceback
 from pathlib import Path
 from typing import Any, ClassVar
 
-_PR_SET_PDEATHSIG = 1
-
-
-def _die_with(harness_pid: int) -> None:
-    """Has the kernel kill this process when its parent is gone, even while Python is stuck."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != harness_pid:
-        # It died before the line above.
-        os._exit(0)
-
+from harness.load.parent import die_with
 
 if __name__ == "__main__":
-    _die_with(int(sys.argv[1]))
+    die_with(int(sys.argv[1]))
 
 # Locust goes first: it patches sockets and ssl, which must not be in use yet.
-from locust import FastHttpUser  # noqa: E402, I001
-from locust.env import Environment  # noqa: E402
-from locust.exception import StopUser  # noqa: E402
+from locust import FastHttpUser  # noqa: I001
+from locust.env import Environment
+from locust.exception import StopUser
 
-import gevent  # noqa: E402
-from gevent.event import Event  # noqa: E402
-from gevent.fileobject import FileObjectPosix  # noqa: E402
-from geventhttpclient.response import HTTPConnectionClosed, HTTPParseError  # noqa: E402
+import gevent
+from gevent.event import Event
+from gevent.fileobject import FileObjectPosix
+from geventhttpclient.response import HTTPConnectionClosed, HTTPParseError
 
-from harness.load.completion import CompletionStream  # noqa: E402
-from harness.load.outcome import End, Exchange, record_of, redacted  # noqa: E402
-from harness.load.recorder import RecordWriter  # noqa: E402
-from harness.load.sse import SseError, SseParser  # noqa: E402
-from harness.load.target import Target, build_bodies  # noqa: E402
-from harness.load.witness import (  # noqa: E402
+from harness.load.completion import CompletionStream
+from harness.load.outcome import End, Exchange, record_of, redacted
+from harness.load.reading import Backlog, Reading
+from harness.load.recorder import RecordWriter
+from harness.load.target import Target, build_bodies
+from harness.load.witness import (
     ClientWitness,
     nearest_rank,
     send_lag_s_max,
     send_spread_s,
 )
-from harness.records import PlannedRequest, RequestRecord, Schedule  # noqa: E402
+from harness.records import PlannedRequest, RequestRecord, Schedule
 
 CONNECT_TIMEOUT_S = 10.0
 HEARTBEAT_S = 0.010
 PROGRESS_S = 0.1
+BACKLOG_S = 0.005
+
+# Streams read at a time when the loop is idle: the most that a chunk may wait for its stamp.
+_BACKLOG_STREAMS = 4
 
 _RECEIVE_BYTES = 65536
 _ERROR_BODY_BYTES = 4096
@@ -89,7 +82,9 @@ class Wave:
         if secret:
             self.headers["Authorization"] = f"Bearer {secret}"
         self.records: list[RequestRecord] = []
+        self.backlog = Backlog()
         self.connected = Event()
+        self.go = Event()
         self.barrier = Event()
         self.over = Event()
         self.release_ns = 0
@@ -121,14 +116,21 @@ class Wave:
     def fail(self, report: str) -> None:
         """A fault of this program; ends the run."""
         self.failure = self.failure or redacted(report, self.secret)
-        self.connected.set()
-        self.over.set()
+        self._let_end()
 
     def cancel(self, end: End, detail: str) -> None:
         """Ends the run; what is in flight is recorded with this end."""
         self.cancel_end, self.cancel_detail = end, detail
-        self.connected.set()
-        self.over.set()
+        self._let_end()
+
+    def release(self, release_ns: int) -> None:
+        """Says when the users leave; the same moment is told to every worker."""
+        self.release_ns = release_ns
+        self.go.set()
+
+    def _let_end(self) -> None:
+        for event in (self.connected, self.go, self.over):
+            event.set()
 
     def record(self, planned: PlannedRequest, exchange: Exchange, stream: CompletionStream) -> None:
         """Writes the one record of a request."""
@@ -213,11 +215,11 @@ class CompletionUser(FastHttpUser):  # type: ignore[misc]
     def _issue(self, planned: PlannedRequest, planned_ns: int) -> int:
         """Sends one request, records it, and returns when it was done."""
         exchange = Exchange(planned_ns)
-        stream = CompletionStream()
+        reading = Reading(self.wave.backlog)
         limit_s = self.wave.schedule.request_timeout_s
         timer = gevent.Timeout.start_new(limit_s)
         try:
-            exchange.end, exchange.end_detail = self._exchange(planned, exchange, stream)
+            exchange.end, exchange.end_detail = self._exchange(planned, exchange, reading)
         except gevent.Timeout as expired:
             if expired is not timer:
                 raise
@@ -231,11 +233,12 @@ class CompletionUser(FastHttpUser):  # type: ignore[misc]
             if exchange.sent_ns is not None:
                 self.wave.in_flight -= 1
             exchange.done_ns = time.monotonic_ns()
-            self.wave.record(planned, exchange, stream)
+            reading.end(is_whole=exchange.end is End.COMPLETE)
+            self.wave.record(planned, exchange, reading.stream)
         return exchange.done_ns
 
     def _exchange(
-        self, planned: PlannedRequest, exchange: Exchange, stream: CompletionStream
+        self, planned: PlannedRequest, exchange: Exchange, reading: Reading
     ) -> tuple[End, str]:
         url = self.wave.target.completion_url
         try:
@@ -257,7 +260,8 @@ class CompletionUser(FastHttpUser):  # type: ignore[misc]
         wire = response.stream
         try:
             if 200 <= response.status_code < 300:
-                _read_events(wire, stream)
+                while not reading.is_broken and (chunk := _receive(wire)):
+                    reading.take(time.monotonic_ns(), chunk)
             else:
                 exchange.error_body = _read_error_body(wire)
         except (OSError, HTTPParseError) as lost:
@@ -276,18 +280,13 @@ class CompletionUser(FastHttpUser):  # type: ignore[misc]
         pool.return_socket(pool.get_socket())
 
 
-def _read_events(wire: Any, stream: CompletionStream) -> None:
-    """Feeds the stream to its end. A chunk is stamped when it was received, before it is read."""
-    parser = SseParser()
-    try:
-        while chunk := _receive(wire):
-            t_ns = time.monotonic_ns()
-            for event in parser.feed(chunk):
-                stream.fold(t_ns, event)
-    except SseError as error:
-        stream.mark_malformed(str(error))
-    else:
-        stream.end(parser.close())
+def _read_when_idle(backlog: Backlog) -> None:
+    """Reads what the users received, whenever nothing else waits for this loop."""
+    while True:
+        gevent.sleep(BACKLOG_S)
+        while backlog:
+            gevent.idle()
+            backlog.work_off(_BACKLOG_STREAMS)
 
 
 def _read_error_body(wire: Any) -> str:
@@ -375,7 +374,7 @@ class Heartbeat:
 
 
 class Worker:
-    """Obeys the commands run and cancel; one run at a time."""
+    """Obeys the commands run, release and cancel; one run at a time."""
 
     def __init__(self, target: Target, secret: str | None, replies: int) -> None:
         self._target = target
@@ -392,6 +391,10 @@ class Worker:
         match command["op"]:
             case "run":
                 gevent.spawn(self._run, command)
+                # It begins before the next command is read, which is about this run.
+                gevent.sleep(0)
+            case "release" if self._wave is not None:
+                self._wave.release(command["release_ns"])
             case "cancel" if self._wave is not None:
                 self._wave.cancel(End(command["end"]), command["detail"])
 
@@ -414,18 +417,21 @@ class Worker:
         """Spawns the users, releases them together, stops them when all is done or cancelled."""
         environment = Environment(user_classes=[_user_class(wave)])
         runner = environment.create_local_runner()
+        reader = gevent.spawn(_read_when_idle, wave.backlog)
         try:
             runner.start(wave.schedule.users, spawn_rate=wave.schedule.users)
             wave.connected.wait()
+            self.reply("connected")
+            wave.go.wait()
+            _sleep_until(wave.release_ns)
             heartbeat = Heartbeat()
-            wave.release_ns = time.monotonic_ns()
             if wave.cancel_end is None and wave.failure is None:
-                self.reply("released", release_ns=wave.release_ns)
                 wave.barrier.set()
             self._watch(wave)
             heartbeat.stop()
         finally:
             runner.quit()
+            reader.kill()
         wave.record_unsent()
         return heartbeat.witness(wave)
 

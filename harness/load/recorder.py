@@ -1,11 +1,13 @@
 """Request records as JSON lines: appended as each request ends, read back strictly.
 
 A crash loses at most the requests in flight. Several runs may append to one file; records carry
-their phase.
+their phase. So may several processes at once: each line is one write at the end of the file, which
+a local file system does whole.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +21,7 @@ class RecordWriter:
     """Appends to a file; every line reaches the kernel before `write` returns."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("ab")
+        self._file = path.open("ab", buffering=0)
 
     def __enter__(self) -> Self:
         return self
@@ -33,10 +35,11 @@ class RecordWriter:
         self.close()
 
     def write(self, record: RequestRecord) -> None:
-        """One record, one line."""
-        line = json.dumps(record.to_json(), separators=(",", ":"), allow_nan=False)
-        self._file.write(line.encode("ascii") + b"\n")
-        self._file.flush()
+        """One record, one line. Raises OSError when it could not be written whole."""
+        text = json.dumps(record.to_json(), separators=(",", ":"), allow_nan=False)
+        line = text.encode("ascii") + b"\n"
+        if self._file.write(line) != len(line):
+            raise OSError(errno.ENOSPC, "a record was cut short", self._file.name)
 
     def close(self) -> None:
         """Closes the file; nothing is buffered."""

@@ -13,6 +13,8 @@ from harness.records import PlannedRequest, Record, RequestRecord, Schedule
 class ClientWitness(Record):
     """One run of the load client, from the release of the barrier to the last request's end.
 
+    Of several workers, ``loop_lag_s_*``, ``cpu_share`` and ``heartbeat_count`` are the worst one's.
+
     ``loop_lag_s_*``: how late a 10 ms heartbeat came, nearest rank; None below one heartbeat.
     ``cpu_share``: processor seconds of the worker per second, 1.0 is one core.
     ``send_lag_s_max``: longest wait of a sent request between its planned and its real send time.
@@ -27,6 +29,51 @@ class ClientWitness(Record):
     send_spread_s: float | None
     duration_s: float
     heartbeat_count: int
+
+
+def merged(
+    parts: Sequence[ClientWitness], schedule: Schedule, records: Sequence[RequestRecord]
+) -> ClientWitness:
+    """The witness of one run by several workers; a single one's is returned as it is.
+
+    A saturated worker taints its requests however idle the others are, so the worst counts, and
+    what one worker did not measure nobody did. What is about all requests together is computed from
+    all records: neither the largest spread of a worker nor the sum of each one's most requests in
+    flight would be true.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    return ClientWitness(
+        loop_lag_s_max=_worst([part.loop_lag_s_max for part in parts]),
+        loop_lag_s_p99=_worst([part.loop_lag_s_p99 for part in parts]),
+        cpu_share=max(part.cpu_share for part in parts),
+        in_flight_max=in_flight_max(records),
+        send_lag_s_max=send_lag_s_max(records),
+        send_spread_s=send_spread_s(schedule, records),
+        duration_s=max(part.duration_s for part in parts),
+        heartbeat_count=min(part.heartbeat_count for part in parts),
+    )
+
+
+def _worst(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return max(known) if len(known) == len(values) else None
+
+
+def in_flight_max(records: Sequence[RequestRecord]) -> int:
+    """Most requests sent and not yet done at one moment."""
+    # At the same nanosecond an end counts before a start.
+    changes = sorted(
+        change
+        for r in records
+        if r.sent_ns is not None and r.done_ns is not None
+        for change in ((r.sent_ns, 1), (r.done_ns, -1))
+    )
+    most = now = 0
+    for _, change in changes:
+        now += change
+        most = max(most, now)
+    return most
 
 
 def nearest_rank(values: Sequence[float], ratio: float) -> float | None:

@@ -1,4 +1,4 @@
-"""Owns the process of the load worker: starts it, talks to it in JSON lines, makes sure it ends.
+"""Owns the process of a load worker: starts it, talks to it in JSON lines, makes sure it ends.
 
 Knows neither schedules nor records. Used by one thread at a time, and started from a thread that
 outlives it: the kernel kills the worker when the thread that started it ends.
@@ -59,32 +59,49 @@ class WorkerProcess:
         except OSError as error:
             raise self._ended() from error
 
+    def fileno(self) -> int:
+        """Readable when `read` will not wait."""
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
+
+    def read(self) -> None:
+        """Takes in what the worker wrote; waits for it. Raises LoadError when the worker ended."""
+        piece = os.read(self.fileno(), 65536)
+        if not piece:
+            raise self._ended()
+        *whole, self._buffer = (self._buffer + piece).split(b"\n")
+        self._lines.extend(whole)
+
+    def take(self) -> dict[str, Any] | None:
+        """The next message that was read whole."""
+        if not self._lines:
+            return None
+        message: dict[str, Any] = json.loads(self._lines.pop(0))
+        return message
+
     def receive(self, timeout_s: float) -> dict[str, Any] | None:
         """The next message, None when none came in time. Raises LoadError when the worker ended."""
-        assert self._process.stdout is not None
-        fd = self._process.stdout.fileno()
         poller = select.poll()
-        poller.register(fd, select.POLLIN)
+        poller.register(self.fileno(), select.POLLIN)
         deadline = time.monotonic() + timeout_s
-        while not self._lines:
+        while (message := self.take()) is None:
             left_s = deadline - time.monotonic()
             if not poller.poll(max(0.0, left_s) * 1000):
                 return None
-            piece = os.read(fd, 65536)
-            if not piece:
-                raise self._ended()
-            *whole, self._buffer = (self._buffer + piece).split(b"\n")
-            self._lines.extend(whole)
-        message: dict[str, Any] = json.loads(self._lines.pop(0))
+            self.read()
         return message
+
+    def close_commands(self) -> None:
+        """Tells the worker to leave, and does not wait. Never raises."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
 
     def stop(self) -> None:
         """Closes the command pipe, then SIGTERM, then SIGKILL to the whole group. Never raises."""
         process = self._process
-        assert process.stdin is not None
         assert process.stdout is not None
-        with contextlib.suppress(OSError):
-            process.stdin.close()
+        self.close_commands()
         for number in (None, signal.SIGTERM, signal.SIGKILL):
             if number is not None:
                 self._signal(number)

@@ -14,7 +14,7 @@ from harness.records import parse_json
 from harness.sim.config import SimConfig, parse_config
 from harness.sim.engine import SimModel
 from harness.sim.faults import FaultName
-from harness.sim.http import serve_connection
+from harness.sim.http import listen
 from harness.sim.pages import start_up_log
 from harness.sim.server import EngineProcess, SimServer
 from harness.sim.truth import TruthWriter
@@ -41,13 +41,7 @@ def read_model(directory: Path) -> SimModel:
 async def _serve(config: SimConfig, model: SimModel, model_name: str, port: int) -> None:
     truth = None if config.truth_path is None else TruthWriter(Path(config.truth_path))
     server = SimServer(config, model, model_name=model_name, truth=truth, process=EngineProcess())
-    listener = await asyncio.start_server(
-        lambda reader, writer: serve_connection(reader, writer, server.handle),
-        "127.0.0.1",
-        port,
-        backlog=4096,
-    )
-    async with listener:
+    async with await listen(server.handle, port):
         await server.drive()
 
 

@@ -18,7 +18,9 @@ class SimConfig(Record):
 
     ``*_curve``: bytes per second in all at so many concurrent loads, as ascending pairs (loads,
     bytes per second), straight between them. ``disk_bytes`` None: unbounded. ``medium`` None: no
-    connector. ``device_blocks`` includes the one block that vLLM never hands out.
+    connector. ``device_blocks`` includes the one block that vLLM never hands out. ``front_s``:
+    median of the log-normal time that a request spends before the engine gets it, 0 is none;
+    ``front_sigma``: standard deviation of its logarithm.
     """
 
     seed: int = 0
@@ -32,6 +34,8 @@ class SimConfig(Record):
     prefill_tokens_per_s: float = 2500.0
     step_s: float = 0.001
     decode_s: float = 0.02
+    front_s: float = 0.0
+    front_sigma: float = 0.0
     medium: str | None = None
     host_pool_bytes: int = 2**30
     disk_bytes: int | None = None
@@ -51,6 +55,9 @@ class SimConfig(Record):
         for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 yield f"{name}: found {getattr(self, name)!r}; allowed: above 0"
+        for name in ("front_s", "front_sigma"):
+            if not getattr(self, name) >= 0:
+                yield f"{name}: found {getattr(self, name)!r}; allowed: 0 or above"
         for name in ("host_curve", "disk_curve"):
             curve = getattr(self, name)
             loads = [point[0] for point in curve if len(point) == 2]

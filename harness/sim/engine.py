@@ -66,7 +66,8 @@ class Engine:
         self.arrived_count = 0
         self._waiting: list[Request] = []
         self._loading: list[Request] = []
-        self._running: list[Request] = []
+        # In the order of admission.
+        self._running: dict[Request, None] = {}
         self._planned: list[tuple[Request, int]] = []
         self._held_until_s = math.inf
 
@@ -97,7 +98,7 @@ class Engine:
         """A new engine in the old one's place; what is on disk is found again."""
         for request in [*self._waiting, *self._loading, *self._running]:
             request.on_token(None)
-        self._waiting, self._loading, self._running, self._planned = [], [], [], []
+        self._waiting, self._loading, self._running, self._planned = [], [], {}, []
         self.device = self._empty_device()
         self.counters.reset()
         if self.tiers is not None:
@@ -120,7 +121,7 @@ class Engine:
             if self.tiers.is_done(request.load, now_s):
                 self._loading.remove(request)
                 self._install(request)
-                self._running.append(request)
+                self._running[request] = None
 
     def next_event(self, now_s: float) -> float:
         """When `advance` will next find something; infinity when only an arrival can change it."""
@@ -198,7 +199,7 @@ class Engine:
         request.computed_tokens = request.cached_tokens = hits * block
         self._count_lookup(request, hits * block, sources)
         if not sources:
-            self._running.append(request)
+            self._running[request] = None
             return True
         assert self.tiers is not None
         latency_s = self.config.load_latency_s * self._slowness(now_s)
@@ -306,7 +307,7 @@ class Engine:
         request.produced += 1
         self.counters.add("vllm:generation_tokens", 1)
         if request.produced == request.max_tokens:
-            self._running.remove(request)
+            del self._running[request]
             self.device.release(request.named, request.unnamed)
         request.on_token(token)
 

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,13 +29,17 @@ class Hangup(Exception):
 
 @dataclass(frozen=True)
 class HttpRequest:
-    """One request. ``index``: how many came before it on the same connection."""
+    """One request. ``index``: how many came before it on the same connection.
+
+    ``received_ns``: when its last byte was read, before other requests had their turn.
+    """
 
     method: str
     path: str
     query: Mapping[str, str]
     body: bytes
     index: int
+    received_ns: int
 
 
 class HttpResponse:
@@ -78,8 +83,34 @@ class HttpResponse:
 Handler = Callable[[HttpRequest, HttpResponse], Awaitable[None]]
 
 
-async def serve_connection(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handler: Handler
+class _StampedReader(asyncio.StreamReader):
+    """Knows when bytes last came: a wave of requests is read long before the last is handled."""
+
+    fed_ns = 0
+
+    def feed_data(self, data: Any) -> None:
+        """Called by the transport."""
+        self.fed_ns = time.monotonic_ns()
+        super().feed_data(data)
+
+
+async def listen(handler: Handler, port: int) -> asyncio.Server:
+    """Serves on the loopback from now on."""
+
+    def protocol() -> asyncio.StreamReaderProtocol:
+        reader = _StampedReader()
+
+        async def serve(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await _serve_connection(reader, writer, handler)
+
+        return asyncio.StreamReaderProtocol(reader, serve)
+
+    loop = asyncio.get_running_loop()
+    return await loop.create_server(protocol, "127.0.0.1", port, backlog=4096)
+
+
+async def _serve_connection(
+    reader: _StampedReader, writer: asyncio.StreamWriter, handler: Handler
 ) -> None:
     """Answers the requests of a connection, one after the other, until either side ends it."""
     connection: socket.socket = writer.get_extra_info("socket")
@@ -103,7 +134,7 @@ async def serve_connection(
             await writer.wait_closed()
 
 
-async def _read_request(reader: asyncio.StreamReader, index: int) -> HttpRequest | None:
+async def _read_request(reader: _StampedReader, index: int) -> HttpRequest | None:
     """None when the client closed the connection. Raises ValueError on what is no request."""
     line = await reader.readline()
     if not line:
@@ -118,4 +149,5 @@ async def _read_request(reader: asyncio.StreamReader, index: int) -> HttpRequest
         raise ValueError(f"body of {length} bytes")
     body = await reader.readexactly(length)
     parts = urlsplit(target)
-    return HttpRequest(method, parts.path, dict(parse_qsl(parts.query)), body, index)
+    query = dict(parse_qsl(parts.query))
+    return HttpRequest(method, parts.path, query, body, index, reader.fed_ns)

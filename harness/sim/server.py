@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
 import contextlib
 import json
 import math
+import random
 import subprocess
 import sys
 import time
@@ -84,14 +86,21 @@ class SimServer:
         return (self._monotonic_ns() - self._started_ns) / 1e9 * self.config.time_scale
 
     async def drive(self) -> None:
-        """Steps the engine for ever."""
+        """Steps the engine for ever.
+
+        A step begins where the one before was due to end: the time that this process takes to hand
+        tokens out is no part of the model. What it is behind by more than a step is not made up.
+        """
+        due_s = self.now_s
         while True:
             self.engine.advance(self.now_s)
             duration = self.engine.begin_step(self.now_s)
             if duration is None:
                 await self._wait(self.engine.next_event(self.now_s))
+                due_s = self.now_s
                 continue
-            await asyncio.sleep(duration / self.config.time_scale)
+            due_s = max(due_s + duration, self.now_s)
+            await asyncio.sleep((due_s - self.now_s) / self.config.time_scale)
             self.engine.advance(self.now_s)
             self.engine.end_step(self.now_s)
 
@@ -173,7 +182,6 @@ class SimServer:
     # -- completions ----------------------------------------------------------
 
     async def _completions(self, http: HttpRequest, response: HttpResponse) -> None:
-        received_ns = self._monotonic_ns()
         asked = json.loads(http.body)
         prompt = self._prompt_ids(asked)
         number = self._number(prompt)
@@ -192,8 +200,7 @@ class SimServer:
             return
         tokens: asyncio.Queue[Token | None] = asyncio.Queue()
         request = Request(prompt, length, tokens.put_nowait, number=number, faults=faults)
-        self.engine.submit(request, self.now_s)
-        self._arrived.set()
+        submission = self._submit(request)
         seen = _Seen()
         try:
             if asked.get("stream"):
@@ -201,8 +208,25 @@ class SimServer:
             else:
                 await self._whole(asked, request, tokens, response, seen)
         finally:
+            if submission is not None:
+                submission.cancel()
             self.engine.abandon(request)
-            self._write_truth(request, received_ns, seen)
+            self._write_truth(request, http.received_ns, seen)
+
+    def _submit(self, request: Request) -> asyncio.TimerHandle | None:
+        """Gives the engine the request, at once or when its time in front of it is over."""
+        config = self.config
+
+        def submit() -> None:
+            self.engine.submit(request, self.now_s)
+            self._arrived.set()
+
+        if request.number is None or not config.front_s:
+            submit()
+            return None
+        draw = random.Random(f"{config.seed}/front/{request.number}")
+        front_s = draw.lognormvariate(math.log(config.front_s), config.front_sigma)
+        return asyncio.get_running_loop().call_later(front_s / config.time_scale, submit)
 
     def _number(self, prompt: Sequence[int]) -> int | None:
         if len(prompt) < self.config.block_tokens:
@@ -242,15 +266,20 @@ class SimServer:
         is_cut: bool,
     ) -> None:
         stream = EventStream(response, request.faults)
-        answer = Answer(self._shape(asked, request), stream, length=request.max_tokens)
+        answer = Answer(
+            self._shape(asked, request),
+            stream,
+            lambda: self._usage(request, len(seen.ids)),
+            length=request.max_tokens,
+        )
         await stream.start()
         await answer.accepted()
         while len(seen.ids) < request.max_tokens:
             token = await self._next(tokens, seen)
             is_last = len(seen.ids) == request.max_tokens
             finish = ("stop" if is_cut else "length") if is_last else None
-            await answer.token(token, self._usage(request, len(seen.ids)), finish=finish)
-        await answer.finish(self._usage(request, len(seen.ids)))
+            await answer.token(token, finish=finish)
+        await answer.finish()
 
     async def _whole(
         self,
@@ -304,9 +333,11 @@ class SimServer:
         prompt = asked["prompt"]
         if isinstance(prompt, str):
             return list(prompt.encode())
-        if not all(isinstance(item, int) and 0 <= item < 2**32 for item in prompt):
-            raise ValueError("prompt: allowed: a text or token ids")
-        return list(prompt)
+        try:
+            # The quickest check of thousands of ids.
+            return array.array("I", prompt).tolist()
+        except (OverflowError, TypeError):
+            raise ValueError("prompt: allowed: a text or token ids") from None
 
     def _write_truth(self, request: Request, received_ns: int, seen: _Seen) -> None:
         if self._truth is None or request.number is None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from harness.sim.content import Token
 from harness.sim.faults import Fault, FaultName
 from harness.sim.http import Hangup, HttpResponse
+
+# Made once: json.dumps with an argument makes an encoder for every event.
+_ENCODER = json.JSONEncoder(ensure_ascii=False)
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,22 @@ class Shape:
             choice["logprobs"] = self._logprobs(tokens)
         return self.envelope([choice])
 
+    def plain_event(self, token: Token) -> bytes:
+        """What a completion without faults sends of a token that is not its last.
+
+        The same bytes as of `chunk`, in a fifth of the time: with hundreds of streams the simulator
+        would be late against its own model.
+        """
+        text = _ENCODER.encode(token.text)
+        logprobs = f'{{"tokens": [{text}], "token_logprobs": [{token.logprob!r}]}}'
+        ids = f', "token_ids": [{token.id}]' if self.token_ids else ""
+        said = logprobs if self.logprobs else "null"
+        return (
+            f'data: {{"id": "{self.request_id}", "object": "text_completion", "model": '
+            f'{_ENCODER.encode(self.model)}, "choices": [{{"index": 0, "logprobs": {said}, '
+            f'"finish_reason": null, "text": {text}{ids}}}]}}\n\n'
+        ).encode()
+
     def envelope(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """What every event carries."""
         kind = "chat.completion.chunk" if self.chat else "text_completion"
@@ -94,7 +113,7 @@ class EventStream:
 
     async def event(self, content: dict[str, Any] | str) -> None:
         """One event."""
-        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+        text = content if isinstance(content, str) else _ENCODER.encode(content)
         end = "\r\n" if FaultName.CRLF in self.faults else "\n"
         space = "" if FaultName.NO_SPACE_AFTER_DATA in self.faults else " "
         if FaultName.COMMENT_PINGS in self.faults:
@@ -131,10 +150,13 @@ class EventStream:
 class Answer:
     """The events of one answer, token by token."""
 
-    def __init__(self, shape: Shape, stream: EventStream, *, length: int) -> None:
-        """``length``: tokens that will come."""
-        self._shape, self._stream, self._length = shape, stream, length
+    def __init__(
+        self, shape: Shape, stream: EventStream, usage: Callable[[], Usage], *, length: int
+    ) -> None:
+        """``usage`` so far; ``length``: tokens that will come."""
+        self._shape, self._stream, self._usage, self._length = shape, stream, usage, length
         self._faults = stream.faults
+        self._is_plain = not stream.faults and not shape.chat
         self._waiting: list[Token] = []
         self._sent = 0
         self._role_sent = False
@@ -144,8 +166,11 @@ class Answer:
         if FaultName.ROLE_CHUNK_EARLY in self._faults:
             await self._role()
 
-    async def token(self, token: Token, usage: Usage, *, finish: str | None) -> None:
+    async def token(self, token: Token, *, finish: str | None) -> None:
         """One more token. Raises Hangup where a fault cuts the stream."""
+        if self._is_plain and finish is None:
+            await self._stream.response.write(self._shape.plain_event(token))
+            return
         if self._shape.chat and not self._role_sent:
             await self._role()
         self._waiting.append(token)
@@ -159,17 +184,19 @@ class Answer:
             finish = "error"
         chunk = self._shape.chunk(tokens, finish=finish, reasoning=reasoning)
         if FaultName.USAGE_EVERY_CHUNK in self._faults:
-            chunk["usage"] = usage.to_json()
+            chunk["usage"] = self._usage().to_json()
         await self._stream.event(chunk)
         self._sent += len(tokens)
         if self._sent >= self._length // 2:
             await self._break()
 
-    async def finish(self, usage: Usage) -> None:
+    async def finish(self) -> None:
         """Usage, the terminator and the end of the body."""
         if self._shape.usage and FaultName.USAGE_MISSING not in self._faults:
             last = self._shape.envelope([])
-            last["usage"] = None if FaultName.USAGE_NULL in self._faults else usage.to_json()
+            last["usage"] = (
+                None if FaultName.USAGE_NULL in self._faults else self._usage().to_json()
+            )
             await self._stream.event(last)
         await self._stream.event("[DONE]")
         await self._stream.end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
@@ -34,7 +35,7 @@ class TruthRecord(Record):
 
 def prompt_digest(token_ids: Sequence[int]) -> str:
     """Names a prompt."""
-    return hashlib.sha256(json.dumps(list(token_ids)).encode()).hexdigest()[:16]
+    return hashlib.sha256(array.array("I", token_ids).tobytes()).hexdigest()[:16]
 
 
 class TruthWriter:

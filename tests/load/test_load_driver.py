@@ -119,8 +119,7 @@ def ended(pidfd: int) -> bool:
 
 
 @contextlib.contextmanager
-def watched(pid: int | None) -> Iterator[int]:
-    assert pid is not None
+def watched(pid: int) -> Iterator[int]:
     fd = os.pidfd_open(pid)
     try:
         yield fd
@@ -309,7 +308,7 @@ def test_the_key_is_sent_and_shows_up_nowhere(
 ) -> None:
     monkeypatch.setenv("KVGATE_TEST_KEY", "sk-verysecret")
     with client(server, "status-401", tmp_path, api_key_env="KVGATE_TEST_KEY") as load:
-        argv = Path(f"/proc/{load.worker_pid}/cmdline").read_bytes()
+        argv = Path(f"/proc/{load.worker_pids[0]}/cmdline").read_bytes()
         load.run(plan(), records_path=tmp_path / "r.jsonl", deadline_s=END_S)
     assert "bearer sk-verysecret" in server.get("log")["authorizations"]
     assert b"verysecret" not in argv
@@ -333,7 +332,7 @@ def test_the_worker_is_gone_after_stop_and_starts_again_by_itself(
     load = LoadClient(base_url=server.url("good"), model="m", log_path=tmp_path / "load.log")
     load.stop()
     load.start()
-    with watched(load.worker_pid) as fd:
+    with watched(load.worker_pids[0]) as fd:
         load.stop()
         assert ended(fd)
     try:
@@ -341,16 +340,15 @@ def test_the_worker_is_gone_after_stop_and_starts_again_by_itself(
         assert kinds(result.records) == [(Outcome.OK, None)]
     finally:
         load.stop()
-    assert load.worker_pid is None
+    assert load.worker_pids == []
 
 
 def test_a_worker_that_ignores_everything_is_killed(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_module, "STOP_S", 0.2)
-    with client(server, "good", tmp_path) as load, watched(load.worker_pid) as fd:
-        assert load.worker_pid is not None
-        os.kill(load.worker_pid, signal.SIGSTOP)
+    with client(server, "good", tmp_path) as load, watched(load.worker_pids[0]) as fd:
+        os.kill(load.worker_pids[0], signal.SIGSTOP)
         load.stop()
         assert ended(fd)
 
@@ -360,8 +358,7 @@ def test_a_worker_that_dies_is_a_load_error_with_the_end_of_its_log(
 ) -> None:
     with client(server, "hang", tmp_path) as load:
         (tmp_path / "load.log").write_text("last words\n")
-        pid = load.worker_pid
-        assert pid is not None
+        (pid,) = load.worker_pids
 
         def kill_when_busy() -> None:
             server.get("arrival")
@@ -372,7 +369,7 @@ def test_a_worker_that_dies_is_a_load_error_with_the_end_of_its_log(
         with pytest.raises(LoadError, match=r"status -9.*\nlast words"):
             load.run(plan(), records_path=tmp_path / "r.jsonl", deadline_s=END_S)
         killer.join()
-        assert load.worker_pid is None
+        assert load.worker_pids == []
 
 
 def test_a_worker_that_cannot_start_is_a_load_error(tmp_path: Path) -> None:
@@ -418,7 +415,7 @@ from harness.load.driver import LoadClient
 from harness.records import PlannedRequest, PromptRecipe, Schedule
 request = PlannedRequest(0, 0, 0, 0, PromptRecipe(1, 0, 16, 512), 4)
 with LoadClient(base_url=sys.argv[1], model="m", log_path=Path(sys.argv[2], "load.log")) as load:
-    print(load.worker_pid, flush=True)
+    print(load.worker_pids[0], flush=True)
     load.run(Schedule("w", "wave", (request,)), records_path=Path(sys.argv[2], "r"), deadline_s=60)
 """
 
@@ -441,7 +438,7 @@ def test_a_schedule_that_cannot_be_run_is_refused(plan: Planner, tmp_path: Path)
     load = LoadClient(base_url="http://127.0.0.1:1", model="m", log_path=tmp_path / "load.log")
     with pytest.raises(LoadError, match="no request"):
         load.run(plan(users=0), records_path=tmp_path / "r.jsonl", deadline_s=1)
-    assert load.worker_pid is None
+    assert load.worker_pids == []
 
 
 def test_importing_the_driver_loads_neither_locust_nor_gevent() -> None:

@@ -19,7 +19,9 @@ from harness.collectors.prometheus import METRICS, samples_from_page
 from harness.load.completion import CompletionStream
 from harness.load.sse import SseParser
 from harness.model import ModelArchitecture, model_config
+from harness.records import RecordError
 from harness.server.managed import ManagedServer
+from harness.sim.config import parse_config
 from harness.sim.truth import read_truth
 
 ARCHITECTURE = ModelArchitecture(
@@ -168,6 +170,8 @@ def test_the_truth_of_each_request_is_written_down(tmp_path: Path) -> None:
         complete(server, prompt=[1, 2, 3])  # shorter than a block: no number
         first = complete(server, prompt=PROMPT, return_token_ids=True)
         complete(server, prompt=PROMPT)
+        # Truth is written once the answer has left; then the server answers again.
+        server.check_answers()
     with (tmp_path / "truth.jsonl").open(encoding="ascii") as lines:
         cold, warm = read_truth(lines)
     assert (cold.number, warm.number) == (0, 1)
@@ -177,6 +181,22 @@ def test_the_truth_of_each_request_is_written_down(tmp_path: Path) -> None:
     assert cold.first_token_ns is not None
     # 40 tokens at 2500 per simulated second, ten of which pass in one.
     assert cold.first_token_ns - cold.received_ns >= 1_600_000
+
+
+def test_a_request_spends_its_time_in_front_of_the_engine(tmp_path: Path) -> None:
+    with running(tmp_path, time_scale=2.0, front_s=0.2, front_sigma=0.0) as server:
+        complete(server, prompt=PROMPT)
+        # Truth is written once the answer has left; then the server answers again.
+        server.check_answers()
+    with (tmp_path / "truth.jsonl").open(encoding="ascii") as lines:
+        (truth,) = read_truth(lines)
+    assert truth.first_token_ns is not None
+    assert truth.first_token_ns - truth.received_ns >= 100_000_000
+
+
+def test_a_time_below_zero_is_refused() -> None:
+    with pytest.raises(RecordError, match=r"front_s: found -1\.0; allowed: 0 or above"):
+        parse_config({"front_s": -1.0})
 
 
 def test_a_page_without_the_witness_gives_no_reads_rather_than_none_read() -> None:
