@@ -1,8 +1,8 @@
 """The I/O threads: read block files into host slots, write slots to files, make room, renew ages.
 
-Reads are served in the order of submission and before writes. Threads see host memory and files
-only, never device memory. What they did is handed over as values; one other thread takes them in.
-Standard library only; knows nothing of vLLM.
+Reads are served in the order of submission and before writes; writes wait for pauses. Threads see
+host memory and files only, never device memory. What they did is handed over as values; one other
+thread takes them in. Standard library only; knows nothing of vLLM.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from harness.connector.quota import Room
 
 logger = logging.getLogger("vllm.kvgate.file_io")
 
-# A write waits this long at most for reads to end, unless the backlog presses.
-_YIELD_S = 0.1
+# A write waits this long at most for reads and computation to end, unless the backlog presses.
+_YIELD_S = 0.5
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -99,7 +99,7 @@ class FileIo:
             buffer_of: the memory of a slot.
             staging: slots for reads that have none of their own.
             is_read: whether a key's file is wanted right now, so that eviction spares it.
-            write_pressure: writes queued from which on they no longer wait for reads.
+            write_pressure: writes queued from which on they no longer wait for anything.
         """
         self._store = store
         self._buffer_of = buffer_of
@@ -127,6 +127,7 @@ class FileIo:
         self._writes: deque[_Write | _Touch] = deque()
         self._write_started: dict[int, float] = {}  # by thread
         self._results: deque[WriteResult] = deque()
+        self._is_computing = False
         self._is_stopping = False
 
         for index in range(config.reader_threads):
@@ -139,6 +140,13 @@ class FileIo:
         """The worse of the two breakers' states."""
         states = (self.read_breaker.state, self.write_breaker.state)
         return BreakerState.OPEN if BreakerState.OPEN in states else max(states)
+
+    def set_computing(self, *, is_computing: bool) -> None:
+        """Says whether the engine computes, so that writes leave it the processors meanwhile."""
+        if is_computing is not self._is_computing:
+            with self._lock:
+                self._is_computing = is_computing
+                self._lock.notify_all()
 
     def submit_read(self, job: ReadJob) -> None:
         """Queues a read."""
@@ -313,12 +321,12 @@ class FileIo:
                     self._store.touch(job.keys)
 
     def _next_write(self) -> _Write | _Touch | None:
-        """The next write or touch; waits for one, and a little for reads. None: stop."""
+        """The next write or touch; waits for one, and a little for quiet. None: stop."""
         with self._lock:
             self._lock.wait_for(lambda: bool(self._writes) or self._is_stopping)
             self._lock.wait_for(
                 lambda: (
-                    not (self._reads or self._running_reads)
+                    not (self._reads or self._running_reads or self._is_computing)
                     or len(self._writes) > self._write_pressure
                     or self._is_stopping
                 ),

@@ -145,6 +145,7 @@ class TierWorker:
                 logger.exception("event=load_not_started request=%s", request.request_id)
                 self._fail(request)
         if self._io is not None:
+            self._io.set_computing(is_computing=not plan.is_idle)
             for keys in plan.touched:
                 self._io.submit_touch(keys)
 
@@ -213,6 +214,7 @@ class TierWorker:
             self._give_up(load, is_overdue=True)
         if self._io is not None:
             self._collect_writes(self._io)
+            self._io.set_computing(is_computing=False)
             self._io.watch()
             opened = self._io.breakers_opened
             self.counters.add("breaker_opened", opened - self._counted_openings)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from harness.connector import file_io
 from harness.connector.file_store import FileStore
 from harness.connector.keys import chain_keys
 from harness.connector.quota import USAGE_NAME
@@ -272,6 +273,50 @@ def test_no_space_is_a_dropped_store_and_nothing_else(
     rig.serve(_prompt(2))
     rig.drain()
     assert len(_files(tmp_path)) == 5
+
+
+class _WatchingStore(FileStore):
+    """Notes whether the engine computed when a write began."""
+
+    is_computing: Callable[[], bool] = staticmethod(lambda: False)
+    seen: list[bool]
+
+    def write_from(self, key: bytes, buffer: memoryview) -> bool:
+        self.seen.append(self.is_computing())
+        return super().write_from(key, buffer)
+
+
+@pytest.mark.parametrize(("blocks", "pool_slots", "waits"), [(1, 8, True), (3, 4, False)])
+def test_writes_wait_for_a_pause_unless_the_backlog_presses(
+    make: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    blocks: int,
+    pool_slots: int,
+    waits: bool,
+) -> None:
+    monkeypatch.setattr(file_io, "_YIELD_S", 60.0)
+    rig = make(tmp_path, pool_slots=pool_slots, wrap_store=_wrap(_WatchingStore))
+    io, store = rig.worker._io, rig.stores[0]
+    assert io is not None
+    assert isinstance(store, _WatchingStore)
+    store.seen, store.is_computing = [], lambda: io._is_computing
+    io.set_computing(is_computing=True)
+    for number in range(blocks):
+        io.submit_write(bytes([number]) * 16, number)
+    if not waits:
+        _until_written(io, blocks - pool_slots // 2)
+    io.set_computing(is_computing=False)
+    _until_written(io, blocks if waits else pool_slots // 2)
+    assert store.seen[0] is not waits
+
+
+def _until_written(io: file_io.FileIo, count: int) -> None:
+    limit = time.monotonic() + 30
+    while count > 0:
+        assert time.monotonic() < limit
+        count -= len(io.take_results())
+        time.sleep(0.001)
 
 
 class _ResetBetween(FileStore):
