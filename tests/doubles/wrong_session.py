@@ -6,10 +6,12 @@ Load it as ``"kv_connector": "WrongSessionConnector"`` with ``"kv_connector_modu
 
 from __future__ import annotations
 
+from typing import Any
+
 from harness.connector.connector import KvgateTierConnector
 from harness.connector.layout import ByteArray
-from harness.connector.meta import LoadBlock, StoreBlock
-from harness.connector.worker import TierWorker, _Load
+from harness.connector.meta import LoadBlock, LoadRequest, StepPlan
+from harness.connector.worker import TierWorker
 
 _REMEMBERED_BLOCKS = 64
 
@@ -18,18 +20,25 @@ class WrongSessionWorker(TierWorker):
     """Remembers some payloads and restores one that does not belong to the request."""
 
     _seen: dict[bytes, ByteArray]
+    _wanted: dict[str, frozenset[bytes]]
 
-    def _gather(self, store: StoreBlock) -> None:
-        super()._gather(store)
-        self._remember(store.key, store.slot)
+    def save(self, plan: StepPlan) -> None:
+        super().save(plan)
+        for store in plan.stores:
+            self._remember(store.key, store.slot)
 
-    def _scatter(self, load: _Load, block: LoadBlock, buffer: int) -> None:
+    def _accept(self, request: LoadRequest) -> None:
+        wanted = self.__dict__.setdefault("_wanted", {})
+        wanted[request.request_id] = frozenset(block.key for block in request.blocks)
+        super()._accept(request)
+
+    def _restore(self, load: Any, block: LoadBlock, buffer: int, tier: str) -> None:
         self._remember(block.key, buffer)
-        others = [payload for key, payload in self._seen.items() if key not in load.keys]
+        super()._restore(load, block, buffer, tier)
+        own = self._wanted[load.request_id]
+        others = [payload for key, payload in self._seen.items() if key not in own]
         if others:
             self._layout.scatter(others[block.block_id % len(others)], block.block_id)
-        else:
-            super()._scatter(load, block, buffer)
 
     def _remember(self, key: bytes, slot: int) -> None:
         seen = self.__dict__.setdefault("_seen", {})

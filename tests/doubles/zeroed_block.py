@@ -6,21 +6,29 @@ Load it as ``"kv_connector": "ZeroedBlockConnector"`` with ``"kv_connector_modul
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from harness.connector.connector import KvgateTierConnector
-from harness.connector.meta import LoadBlock
-from harness.connector.worker import TierWorker, _Load
+from harness.connector.meta import LoadBlock, LoadRequest
+from harness.connector.worker import TierWorker
 
 
 class ZeroedBlockWorker(TierWorker):
     """Restores one block of each load as zeros: the one with the smallest key."""
 
-    def _scatter(self, load: _Load, block: LoadBlock, buffer: int) -> None:
-        if block.key == min(load.keys):
+    _victims: dict[str, bytes]
+
+    def _accept(self, request: LoadRequest) -> None:
+        victims = self.__dict__.setdefault("_victims", {})
+        victims[request.request_id] = min(block.key for block in request.blocks)
+        super()._accept(request)
+
+    def _restore(self, load: Any, block: LoadBlock, buffer: int, tier: str) -> None:
+        super()._restore(load, block, buffer, tier)
+        if block.key == self._victims[load.request_id]:
             self._layout.scatter(np.zeros_like(self._payload(buffer)), block.block_id)
-        else:
-            super()._scatter(load, block, buffer)
 
 
 class ZeroedBlockConnector(KvgateTierConnector):

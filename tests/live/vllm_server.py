@@ -26,7 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BLOCK_TOKENS = 128
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 600.0
 WAIT_S = (
     120.0  # for things that happen by themselves; the tests fail after it, they never pass on it
 )
