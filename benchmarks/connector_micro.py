@@ -4,17 +4,15 @@ Blocks have the size and layout of the demonstration model: 1 MiB in four runs. 
 restores loads of 32 blocks from host slots, everything it does per load included; the yardstick
 copies the same slots in one piece each, with one thread, to the same memory. Nothing is copied
 twice before 768 MiB of other data went through the caches. Disk: the worker reads, verifies and
-restores fresh files with its default threads; the yardstick reads other fresh files of the same
-size in the same directory with O_DIRECT and nothing else, at several queue depths.
+restores files with its default threads; the yardstick reads the same files into as
+much memory of the same kind with O_DIRECT and does nothing else, at several queue depths.
 """
 
 from __future__ import annotations
 
 import itertools
-import mmap
 import os
 import random
-import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -146,29 +144,32 @@ def _run_dram(report: Report, passes: int) -> None:
 
 
 def _run_disk(report: Report, passes: int, directory: Path) -> None:
-    say(f"disk, GB/s, {DISK_BLOCKS} fresh files each, O_DIRECT")
+    say(f"disk, GB/s, {DISK_BLOCKS} files, O_DIRECT")
     rates: dict[str, list[float]] = {}
     store = FileStore(directory / "micro", NAMESPACE, BLOCK_BYTES)
     store.open({"made_by": "benchmarks.connector"})
     if not store.direct_io:
         raise HarnessError(f"{directory} does not support O_DIRECT; choose another --directory")
     rig = _Rig(DISK_BLOCKS, store)
+    memory = HostMemory(DISK_BLOCKS, file_bytes(BLOCK_BYTES))
+    buffers = [memory.buffer(index) for index in range(DISK_BLOCKS)]
     for number in range(passes):
         keys = [os.urandom(16) for _ in range(DISK_BLOCKS)]
         rig.fill(keys, to_disk=True)
+        os.sync()  # no write of ours may be in the reads' way
+        paths = [store.path_of(key) for key in keys]
         jobs: dict[str, Callable[[], float]] = {"restore": _disk_restore(rig, keys)}
         for depth in DEPTHS:
-            paths = _plain_files(directory / "plain" / str(depth))
-            jobs[f"reader, {depth} deep"] = _plain_reader(paths, depth)
-        os.sync()  # no write of ours may be in the reads' way
+            jobs[f"reader, {depth} deep"] = _plain_reader(paths, buffers, depth)
+        jobs["reader, 1 deep"]()  # whatever lies below O_DIRECT has then seen the files once
         names = list(jobs)
         at = number % len(names)
         for name in [*names[at:], *names[:at]]:
-            size_bytes = DISK_BLOCKS * (BLOCK_BYTES if name == "restore" else _file_bytes())
-            rates.setdefault(name, []).append(size_bytes / jobs[name]() / 1e9)
+            rates.setdefault(name, []).append(
+                DISK_BLOCKS * file_bytes(BLOCK_BYTES) / jobs[name]() / 1e9
+            )
         for key in keys:
             store.drop(key)
-        shutil.rmtree(directory / "plain")
         say(f"  pass {number + 1}/{passes}: restore {rates['restore'][-1]:.2f}, reader "
             + ", ".join(f"{rates[f'reader, {d} deep'][-1]:.2f}" for d in DEPTHS))  # fmt: skip
     rig.worker.stop()
@@ -178,44 +179,27 @@ def _run_disk(report: Report, passes: int, directory: Path) -> None:
     report.check(f"disk restore / {best}", ratio(rates["restore"], rates[best]), ">=", 0.85)
 
 
-def _file_bytes() -> int:
-    """Bytes of a block's file, header page included."""
-    return file_bytes(BLOCK_BYTES)
-
-
 def _disk_restore(rig: _Rig, keys: Sequence[bytes]) -> Callable[[], float]:
     blocks = [LoadBlock(key, i, LoadSource.DISK, i) for i, key in enumerate(keys)]
     loads = [blocks[at : at + LOAD_BLOCKS] for at in range(0, len(blocks), LOAD_BLOCKS)]
     return lambda: rig.restore(loads)
 
 
-def _plain_files(place: Path) -> list[Path]:
-    place.mkdir(parents=True)
-    content = _memory(_file_bytes()).data
-    paths = [place / f"{index}.bin" for index in range(DISK_BLOCKS)]
-    for path in paths:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT)
-        try:
-            os.pwrite(descriptor, content, 0)
-        finally:
-            os.close(descriptor)
-    return paths
-
-
-def _plain_reader(paths: Sequence[Path], depth: int) -> Callable[[], float]:
-    """Reads every file once with ``depth`` threads, each into one buffer of its own."""
-    buffers = [_memory(_file_bytes()).data for _ in range(depth)]
+def _plain_reader(
+    paths: Sequence[Path], buffers: Sequence[memoryview], depth: int
+) -> Callable[[], float]:
+    """Reads every file once with ``depth`` threads, each file into its own buffer."""
 
     def read() -> float:
-        left = iter(paths)
+        left = iter(list(zip(paths, buffers, strict=True)))
         lock = threading.Lock()
         short: list[Path] = []
 
-        def work(buffer: memoryview) -> None:
+        def work() -> None:
             while True:
                 with lock:
-                    path = next(left, None)
-                if path is None:
+                    path, buffer = next(left, (None, None))
+                if path is None or buffer is None:
                     return
                 descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
                 try:
@@ -224,7 +208,7 @@ def _plain_reader(paths: Sequence[Path], depth: int) -> Callable[[], float]:
                 finally:
                     os.close(descriptor)
 
-        threads = [threading.Thread(target=work, args=(buffer,)) for buffer in buffers]
+        threads = [threading.Thread(target=work) for _ in range(depth)]
         started = time.perf_counter()
         for thread in threads:
             thread.start()
@@ -248,7 +232,7 @@ def _interleaved(jobs: dict[str, Callable[[], float]], rounds: int) -> dict[str,
 
 
 def _memory(size_bytes: int) -> ByteArray:
-    """Page-aligned memory whose pages are there already."""
-    flat: ByteArray = np.frombuffer(mmap.mmap(-1, size_bytes), dtype=np.uint8)
-    flat[::PAGE_BYTES] = 1
+    """Page-aligned memory whose pages are there already, large ones as in the host pool."""
+    slots = -(-size_bytes // PAGE_BYTES)
+    flat: ByteArray = HostMemory(slots, PAGE_BYTES).slots.reshape(-1)[:size_bytes]
     return flat

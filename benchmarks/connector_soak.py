@@ -282,7 +282,7 @@ def _roles(server: Server) -> Mapping[str, psutil.Process]:
     for process in server.processes():
         with contextlib.suppress(psutil.NoSuchProcess):
             name = process.name()
-            if process.pid == server.process.pid:
+            if process.pid == server.pid:
                 roles["API server"] = process
             elif name.startswith("VLLM::EngineCor"):
                 roles["engine"] = process

@@ -120,7 +120,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
         {"vllm", "numpy"},
     ),
     "harness.connector.peer_copy": ({"harness.connector.layout"}, set()),
-    "harness.connector.blockfile": (set(), set()),
+    "harness.connector.blockfile": (set(), {"xxhash"}),
     "harness.connector.keys": ({"harness.connector.blockfile"}, set()),
     "harness.controls": (
         {

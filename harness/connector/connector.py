@@ -35,7 +35,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
 from harness.connector.admission_gate import AdmissionGate
-from harness.connector.blockfile import FORMAT_VERSION, file_bytes
+from harness.connector.blockfile import CHECKSUM, FORMAT_VERSION, file_bytes
 from harness.connector.config import ConfigError, TierConfig, parse_config
 from harness.connector.device import (
     allowed_cpus,
@@ -484,7 +484,11 @@ class KvgateTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 vllm_config=self._vllm_config,
                 spec=spec,
                 layers=layout.layers,
-                versions={"vllm": vllm.__version__, "format": str(FORMAT_VERSION)},
+                versions={
+                    "vllm": vllm.__version__,
+                    "format": str(FORMAT_VERSION),
+                    "checksum": CHECKSUM.name,
+                },
                 platform=platform_facts(self._vllm_config, self._kv_cache_config),
                 model=_model_path(self._vllm_config.model_config),
             )
@@ -541,6 +545,7 @@ class KvgateTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
             "namespace": facts.namespace,
             "direct_io": facts.direct_io,
             "format_version": FORMAT_VERSION,
+            "checksum": CHECKSUM.name,
             "connector_version": CONNECTOR_VERSION,
             "reset_scope": self._config.reset_scope.value,
             "disk_capacity_bytes": self._config.disk_capacity_bytes,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -23,15 +23,34 @@ def open_below(root: Path | str, *names: str) -> Iterator[int]:
         FileNotFoundError: a part is missing.
         OSError: a part is a symbolic link (ENOTDIR or ELOOP), no directory, or unreadable.
     """
-    descriptor = os.open(root, _FLAGS)
+    descriptor = _descend(root, names)
     try:
-        for name in names:
-            inner = os.open(name, _FLAGS | os.O_NOFOLLOW, dir_fd=descriptor)
-            os.close(descriptor)
-            descriptor = inner
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def open_file_below(root: Path | str, *names: str, flags: int) -> int:
+    """A descriptor of the file ``root/names...``, the caller's to close. Raises OSError as above.
+
+    ``flags`` must hold O_NOFOLLOW.
+    """
+    directory = _descend(root, names[:-1])
+    try:
+        return os.open(names[-1], flags, dir_fd=directory)
+    finally:
+        os.close(directory)
+
+
+def _descend(root: Path | str, names: Sequence[str]) -> int:
+    descriptor = os.open(root, _FLAGS)
+    for name in names:
+        try:
+            inner = os.open(name, _FLAGS | os.O_NOFOLLOW, dir_fd=descriptor)
+        finally:
+            os.close(descriptor)
+        descriptor = inner
+    return descriptor
 
 
 def make_private(path: Path) -> None:

@@ -119,7 +119,12 @@ class FileIo:
             is_in_use=self._is_in_use,
         )
 
-        self._lock = threading.Condition()  # guards all below and every ReadJob.state and .buffer
+        self._lock = threading.Lock()  # guards all below and every ReadJob.state and .buffer
+        # One condition per kind of waiter: waking a thread for nothing costs as much as a small
+        # read.
+        self._may_read = threading.Condition(self._lock)
+        self._may_write = threading.Condition(self._lock)
+        self._read_ended = threading.Condition(self._lock)
         self._reads: deque[ReadJob] = deque()
         self._running_reads = 0
         self._done: deque[ReadJob] = deque()
@@ -146,13 +151,13 @@ class FileIo:
         if is_computing is not self._is_computing:
             with self._lock:
                 self._is_computing = is_computing
-                self._lock.notify_all()
+                self._may_write.notify_all()
 
     def submit_read(self, job: ReadJob) -> None:
         """Queues a read."""
         with self._lock:
             self._reads.append(job)
-            self._lock.notify_all()
+            self._may_read.notify()
 
     def cancel_read(self, job: ReadJob) -> bool:
         """Takes a read back; False when it has begun, and will be handed over."""
@@ -165,7 +170,7 @@ class FileIo:
     def wait_done(self, timeout_s: float) -> bool:
         """Waits for a finished read; whether there is one."""
         with self._lock:
-            return self._lock.wait_for(lambda: bool(self._done), timeout=timeout_s)
+            return self._read_ended.wait_for(lambda: bool(self._done), timeout=timeout_s)
 
     def take_done(self) -> ReadJob | None:
         """The next finished read, if any."""
@@ -177,19 +182,19 @@ class FileIo:
         """Gives a staging buffer back."""
         with self._lock:
             self._staging.append(buffer)
-            self._lock.notify_all()
+            self._may_read.notify()
 
     def submit_write(self, key: bytes, slot: int) -> None:
         """Queues the write of a slot."""
         with self._lock:
             self._writes.append(_Write(key, slot))
-            self._lock.notify_all()
+            self._may_write.notify()
 
     def submit_touch(self, keys: tuple[bytes, ...]) -> None:
         """Queues the renewal of a prompt's files, behind the writes queued so far."""
         with self._lock:
             self._writes.append(_Touch(keys))
-            self._lock.notify_all()
+            self._may_write.notify()
 
     def take_results(self) -> list[WriteResult]:
         """Writes that ended since the last call."""
@@ -220,7 +225,8 @@ class FileIo:
         """Asks the threads to end; does not wait for a hung one."""
         with self._lock:
             self._is_stopping = True
-            self._lock.notify_all()
+            self._may_read.notify_all()
+            self._may_write.notify_all()
 
     def _start_thread(
         self, name: str, target: Callable[..., None], *args: object, **options: object
@@ -250,7 +256,9 @@ class FileIo:
                 job.state = JobState.DONE
                 self._running_reads -= 1
                 self._done.append(job)
-                self._lock.notify_all()
+                self._read_ended.notify()
+                if not (self._reads or self._running_reads):
+                    self._may_write.notify_all()
 
     def _next_read(self) -> ReadJob | None:
         """The first queued read that has a buffer; waits for one. None: stop."""
@@ -264,7 +272,7 @@ class FileIo:
                         job.state = JobState.RUNNING
                         self._running_reads += 1
                         return job
-                self._lock.wait()
+                self._may_read.wait()
         return None
 
     def _read(self, job: ReadJob) -> None:
@@ -323,8 +331,8 @@ class FileIo:
     def _next_write(self) -> _Write | _Touch | None:
         """The next write or touch; waits for one, and a little for quiet. None: stop."""
         with self._lock:
-            self._lock.wait_for(lambda: bool(self._writes) or self._is_stopping)
-            self._lock.wait_for(
+            self._may_write.wait_for(lambda: bool(self._writes) or self._is_stopping)
+            self._may_write.wait_for(
                 lambda: (
                     not (self._reads or self._running_reads or self._is_computing)
                     or len(self._writes) > self._write_pressure

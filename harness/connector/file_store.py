@@ -32,10 +32,11 @@ from harness.connector.blockfile import (
     pack_header,
     verify,
 )
-from harness.connector.directories import make_private, open_below, unlink_below
+from harness.connector.directories import make_private, open_below, open_file_below, unlink_below
 from harness.connector.keys import (
     BLOCK_SUFFIX,
     CONFIG_NAME,
+    block_names,
     block_path,
     is_block_name,
     rank_directory,
@@ -177,10 +178,9 @@ class FileStore:
             BlockFileError: the bytes are not this block.
             OSError: the file is missing or unreadable.
         """
-        path = self.path_of(key)
         flags = _READ | (_O_DIRECT if self.direct_io else 0)
-        with self._bucket(path.parent.name) as bucket:
-            descriptor = os.open(path.name, flags, dir_fd=bucket)
+        names = (self.namespace, self._rank_name, *block_names(key))
+        descriptor = open_file_below(self.directory, *names, flags=flags)
         try:
             count = 0
             while count < self.file_bytes:
@@ -203,10 +203,10 @@ class FileStore:
 
     def has(self, key: bytes) -> bool:
         """Whether a file of this name is there. Raises OSError when that cannot be told."""
-        path = self.path_of(key)
+        bucket_name, name = block_names(key)
         try:
-            with self._bucket(path.parent.name) as bucket:
-                return _is_file(path.name, bucket)
+            with self._bucket(bucket_name) as bucket:
+                return _is_file(name, bucket)
         except FileNotFoundError:
             return False
 
@@ -224,12 +224,12 @@ class FileStore:
         """
         if self.has(key):
             return False
-        name = self.path_of(key).name
+        bucket_name, name = block_names(key)
         payload = buffer[PAGE_BYTES : PAGE_BYTES + self.payload_bytes]
         header = BlockHeader(self.namespace, key, self.payload_bytes, checksum_of(payload))
         buffer[:PAGE_BYTES] = pack_header(header)
         partial = partial_name(key.hex())
-        with self._bucket(key.hex()[:2], is_created=True) as bucket:
+        with self._bucket(bucket_name, is_created=True) as bucket:
             try:
                 self._write_file(partial, bucket, buffer[: self.file_bytes])
                 if _is_file(name, bucket):  # another server was faster
@@ -245,22 +245,21 @@ class FileStore:
     def drop(self, key: bytes) -> None:
         """Removes a block's file; errors are ignored, the caller has forgotten the key anyway."""
         with contextlib.suppress(OSError):
-            path = self.path_of(key)
-            names = (self.namespace, self._rank_name, path.parent.name, path.name)
+            names = (self.namespace, self._rank_name, *block_names(key))
             self.quota.give_back(unlink_below(self.directory, *names))
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Marks blocks as used now, the first ones most recently; missing files are ignored."""
         now_ns = time.time_ns()
         for depth, key in enumerate(keys):
-            path = self.path_of(key)
+            bucket_name, name = block_names(key)
             # A microsecond apart: the end of a prompt must be older than its beginning.
             stamp = now_ns - depth * 1000
             with (
                 contextlib.suppress(FileNotFoundError),
-                self._bucket(path.parent.name) as bucket,
+                self._bucket(bucket_name) as bucket,
             ):
-                os.utime(path.name, ns=(stamp, stamp), dir_fd=bucket, follow_symlinks=False)
+                os.utime(name, ns=(stamp, stamp), dir_fd=bucket, follow_symlinks=False)
 
     def clear(self) -> None:
         """Makes all files of this namespace and rank unreachable at once, then deletes them.

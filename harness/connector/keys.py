@@ -89,8 +89,13 @@ def rank_directory(directory: Path, namespace: str, rank: int = 0) -> Path:
 
 def block_path(directory: Path, namespace: str, key: bytes, rank: int = 0) -> Path:
     """The file of a block: ``<directory>/<namespace>/r<rank>/<2 digits>/<32 digits>.kv``. Pure."""
+    return rank_directory(directory, namespace, rank).joinpath(*block_names(key))
+
+
+def block_names(key: bytes) -> tuple[str, str]:
+    """A block's bucket directory and file name below the rank's directory. Pure."""
     name = key.hex()
-    return rank_directory(directory, namespace, rank) / name[:2] / f"{name}{BLOCK_SUFFIX}"
+    return name[:2], name + BLOCK_SUFFIX
 
 
 def is_block_name(name: str) -> bool:

@@ -58,6 +58,9 @@ COUNTERS: dict[str, Family] = {
     "load_failed_blocks": Family(
         "Blocks that could not be loaded and are recomputed.", "reason", LOAD_FAILURES
     ),
+    "missing_files": Family(
+        "Block files that were gone when they were read: evicted by another server, or deleted."
+    ),
     "verify_failed_blocks": Family("Block files that were damaged or not what their name says."),
     "dropped_store_blocks": Family("Completed blocks not stored.", "reason", DROP_REASONS),
     "io_errors": Family("Failed file operations.", "op", ("read", "write")),

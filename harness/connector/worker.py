@@ -7,6 +7,7 @@ harm. Needs numpy; knows nothing of vLLM or torch.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import time
@@ -43,7 +44,14 @@ class HostMemory:
     """Page-aligned anonymous memory cut into slots, ``(slot_count, slot_bytes) uint8``."""
 
     def __init__(self, slot_count: int, slot_bytes: int) -> None:
-        self._mapping = mmap.mmap(-1, slot_count * slot_bytes)
+        size_bytes = slot_count * slot_bytes
+        self._mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # O_DIRECT gives the disk the pages themselves. Many small ones cost some disks most of
+        # their speed (docs/adr/0016-restore-speed.md). And a child must not make pages under a read
+        # copy-on-write.
+        for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
+            with contextlib.suppress(OSError):  # a kernel without it
+                self._mapping.madvise(advice)
         try:
             # Page faults are paid at start, and a pool larger than the memory fails here.
             self._mapping.madvise(_MADV_POPULATE_WRITE)
@@ -328,6 +336,8 @@ class TierWorker:
         self.counters.add("read_seconds.disk", read.seconds)
         if read.has_io_error:
             self.counters.add("io_errors.read")
+        if read.failure == "gone":
+            self.counters.add("missing_files")
         if read.failure == "damaged":
             self.counters.add("verify_failed_blocks")
             self._report.bad.append(read.key)

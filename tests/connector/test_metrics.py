@@ -30,7 +30,8 @@ SERIES = {
         *(
             f'{counter}_total{{engine="0"}}'
             for counter in (
-                "file_read_bytes", "prefetched_blocks", "verify_failed_blocks", "breaker_opened",
+                "file_read_bytes", "prefetched_blocks", "missing_files", "verify_failed_blocks",
+                "breaker_opened",
             )
         ),
         *(

@@ -185,6 +185,7 @@ def test_damaged_file_is_recomputed_forgotten_and_stored_again(
     counts = _counts(rig)
     reason = {"remove": "gone", "directory": "unreadable"}.get(damage, "damaged")
     assert counts[f"load_failed_blocks.{reason}"] == 1
+    assert counts.get("missing_files", 0) == (damage == "remove")
     assert counts.get("verify_failed_blocks", 0) == (damage not in ("remove", "directory"))
     rig.drain()
     again = rig.serve(A)

@@ -376,6 +376,19 @@ def test_a_waiting_request_is_read_ahead_once_and_counts_as_disk(
     assert rig.scheduler._pool.pinned_count == 0  # type: ignore[union-attr]
 
 
+def test_a_file_found_missing_by_reading_ahead_is_counted(make: Make, tmp_path: Path) -> None:
+    first = make(tmp_path, pool_slots=40)
+    first.serve(_prompt(1))
+    first.drain()
+    rig = make(tmp_path, pool_slots=40, rescan_interval_s=3600)
+    chain_path = rig.worker._io._store.path_of  # type: ignore[union-attr]
+    chain_path(chain_keys(NAMESPACE, _prompt(1), BLOCK_TOKENS)[4]).unlink()
+    rig.scheduler.arrive(rig.request(_prompt(1)))
+    _until(rig, lambda: _count(rig, "missing_files") == 1)
+    assert _count(rig, "prefetched_blocks") == 4
+    assert rig.serve(_prompt(1)).hits == (0, 16)
+
+
 def test_reading_ahead_takes_a_quarter_of_the_pool_at_most(make: Make, tmp_path: Path) -> None:
     first = make(tmp_path, pool_slots=40)
     for number in range(4):

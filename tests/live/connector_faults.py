@@ -129,8 +129,9 @@ def _damage_is_counted(delta: Delta, concurrency: int) -> None:
 
 
 def _missing_is_counted(delta: Delta, concurrency: int) -> None:
+    assert delta("missing_files") == len(DAMAGED)
     _loads_failed(delta, concurrency, "gone")
-    assert set(delta.failures()) <= {"load_failed_blocks{gone}"}
+    assert set(delta.failures()) <= {"load_failed_blocks{gone}", "missing_files"}
 
 
 def _loads_failed(delta: Delta, concurrency: int, reason: str) -> None:

@@ -44,6 +44,7 @@ FAILURES = (
     ("dropped_store_blocks", "reason"),
     ("io_errors", "op"),
     ("verify_failed_blocks", ""),
+    ("missing_files", ""),
     ("breaker_opened", ""),
 )
 

@@ -17,7 +17,6 @@ test_connector_sharing.py. A bounded directory: test_connector_wrap.py.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,6 @@ import pytest
 from harness.connector.blockfile import read_block, write_block
 from harness.connector.keys import block_path, chain_keys
 from harness.controls import TierFiles, planted
-from harness.model import ModelArchitecture, ensure_model
 from tests.live.vllm_server import (
     BLOCK_TOKENS,
     Answer,
@@ -74,13 +72,6 @@ class Reference:
         bound = 2 * self.noise[load] + 0.05
         pairs = zip(answers, self.recomputed, strict=True)
         return [i for i, (a, b) in enumerate(pairs) if not is_close(a, b, noise=bound)]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if "KVGATE_VLLM_PYTHON" not in os.environ:
-        pytest.skip("KVGATE_VLLM_PYTHON names no Python with vLLM")
-    return ensure_model(ModelArchitecture(num_layers=LAYERS), tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

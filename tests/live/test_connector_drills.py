@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from harness.model import ModelArchitecture, ensure_model
+from harness.model import ModelArchitecture
 from harness.server.environment import VLLM_CPU_VERSION
 from tests.live.connector_faults import CONCURRENCIES, DRILLS, Drill, all_sessions
 from tests.live.connector_page import VARIABLE, Page, Row
@@ -61,13 +61,6 @@ KILLED = {
 }
 # Sessions of their own per concurrency: the next server finds those of the one before.
 KILL_SESSIONS = {c: list(range(300 + 8 * i, 308 + 8 * i)) for i, c in enumerate(CONCURRENCIES)}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if "KVGATE_VLLM_PYTHON" not in os.environ:
-        pytest.skip("KVGATE_VLLM_PYTHON names no Python with vLLM")
-    return ensure_model(ModelArchitecture(num_layers=2), tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

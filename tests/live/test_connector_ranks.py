@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from harness.model import ModelArchitecture, ensure_model
-
 from .vllm_server import BLOCK_TOKENS, Answer, Server, prompt, serve, transfer
 
 pytestmark = pytest.mark.live
@@ -27,14 +25,9 @@ def _ask(server: Server) -> list[Answer]:
     return server.ask_all(SESSIONS)
 
 
-def test_restores_are_exact_with_two_workers(
-    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
-) -> None:
-    if "KVGATE_VLLM_PYTHON" not in os.environ:
-        pytest.skip("KVGATE_VLLM_PYTHON names no Python with vLLM")
+def test_restores_are_exact_with_two_workers(model: Path, tmp_path: Path) -> None:
     if (os.cpu_count() or 1) < 2:
         pytest.skip("two workers need two cores")
-    model = ensure_model(ModelArchitecture(num_layers=2), tmp_path_factory.mktemp("model"))
     with serve(
         model, tmp_path / "reference.log", None, arguments=TWO_WORKERS, environment=BINDING
     ) as server:

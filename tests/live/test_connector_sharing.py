@@ -8,7 +8,6 @@ system.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from harness.model import ModelArchitecture, ensure_model
 from tests.live.connector_rig import (
     BLOCKS,
     RESTORED_TOKENS,
@@ -34,13 +32,6 @@ pytestmark = pytest.mark.live
 
 LOADS = (1, 4, 8)
 SETTINGS = {"rescan_interval_s": 1}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if "KVGATE_VLLM_PYTHON" not in os.environ:
-        pytest.skip("KVGATE_VLLM_PYTHON names no Python with vLLM")
-    return ensure_model(ModelArchitecture(num_layers=2), tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

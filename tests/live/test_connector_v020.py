@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from harness.model import ModelArchitecture, ensure_model
-
 from .vllm_server import BLOCK_TOKENS, is_close, prompt, serve, transfer
 
 pytestmark = pytest.mark.live
@@ -31,11 +29,6 @@ def _old_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     if not python:
         pytest.skip("KVGATE_VLLM_020_PYTHON names no Python with vLLM 0.20")
     monkeypatch.setenv("KVGATE_VLLM_PYTHON", python)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return ensure_model(ModelArchitecture(num_layers=2), tmp_path_factory.mktemp("model"))
 
 
 def _extra(directory: Path) -> dict[str, object]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.model import ModelArchitecture, ensure_model
+from harness.model import ModelArchitecture
 from tests.live.connector_rig import (
     BLOCKS,
     RESTORED_TOKENS,
@@ -36,13 +36,6 @@ WRITERS = 2
 SCANS = BOUND_BLOCKS * 3 // BLOCKS  # sessions that make three times the bound
 CANARY_EVERY = 2
 FIRST_SCAN = 100
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if "KVGATE_VLLM_PYTHON" not in os.environ:
-        pytest.skip("KVGATE_VLLM_PYTHON names no Python with vLLM")
-    return ensure_model(ModelArchitecture(num_layers=2), tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

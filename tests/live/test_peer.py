@@ -7,14 +7,12 @@ one request at a time; token ids and log-probabilities must agree bit for bit.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from harness.model import ModelArchitecture, ensure_model
 from tests.live.vllm_server import (
     BLOCK_TOKENS,
     Answer,
@@ -39,13 +37,6 @@ STORED = "vllm:kv_offload_store_bytes_total"
 READ = "vllm:kv_offload_tiering_read_bytes_total"
 WRITTEN = "vllm:kv_offload_tiering_write_bytes_total"
 HOST_TIER = re.compile(r"/dev/shm/vllm_offload_\S+\.mmap$", re.MULTILINE)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if not Path(os.environ["KVGATE_VLLM_PYTHON"]).is_file():
-        pytest.skip("KVGATE_VLLM_PYTHON names no Python with vLLM")
-    return ensure_model(ModelArchitecture(num_layers=LAYERS), tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

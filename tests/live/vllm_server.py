@@ -1,7 +1,8 @@
 """A real vLLM server for the connector's live tests: start, ask, look, reset, kill.
 
 KVGATE_VLLM_PYTHON names a Python with vLLM. Everything here talks to the server from outside: over
-HTTP, through its files and by signals.
+HTTP, through its files and by signals. It runs under the harness's supervisor, so that nothing of
+it outlives the tests, however these end.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import random
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +29,7 @@ from prometheus_client.parser import text_string_to_metric_families
 REPOSITORY = Path(__file__).resolve().parents[2]
 BLOCK_TOKENS = 128
 START_TIMEOUT_S = 600.0
+STOP_GRACE_S = 20.0
 WAIT_S = (
     120.0  # for things that happen by themselves; the tests fail after it, they never pass on it
 )
@@ -67,10 +70,13 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT
 
 
 class Server:
-    """A vLLM server in its own process group, and the few questions the tests ask it."""
+    """A vLLM server in its own process group, and the few questions the tests ask it.
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-        self.process = process
+    ``pid``: of the API server, and the number of the group.
+    """
+
+    def __init__(self, pid: int, port: int, log: Path) -> None:
+        self.pid = pid
         self.log = log
         limits = httpx.Limits(max_connections=64, max_keepalive_connections=64)
         self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300, limits=limits)
@@ -86,14 +92,15 @@ class Server:
 
     def processes(self) -> list[psutil.Process]:
         """The API server, the engine and the workers."""
-        main = psutil.Process(self.process.pid)
+        main = psutil.Process(self.pid)
         return [main, *main.children(recursive=True)]
 
     def is_alive(self) -> bool:
         """Whether it answers /health and every process that it started with is still there."""
-        if self.process.poll() is not None:
+        try:
+            here = {p.pid for p in self.processes() if _is_running(p)}
+        except psutil.NoSuchProcess:
             return False
-        here = {p.pid for p in self.processes() if _is_running(p)}
         return here >= self._pids and self._client.get("/health").status_code == 200
 
     def ask(self, token_ids: list[int], output_tokens: int = 16) -> Answer:
@@ -179,9 +186,8 @@ class Server:
     def kill(self) -> None:
         """SIGKILL to the whole group, as a power switch would; returns when all are gone."""
         group = self.processes()
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(20)
-        # Orphans may stay zombies for a while, which do nothing any more.
+        os.killpg(self.pid, signal.SIGKILL)
+        # Some stay zombies for a while, which do nothing any more.
         wait_until(lambda: not any(_is_running(process) for process in group), "the group is gone")
 
 
@@ -243,22 +249,27 @@ def serve(
         "PYTHONPATH": str(REPOSITORY),
         **(environment or {}),
     }
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            argv, env=variables, stdout=output, stderr=output, start_new_session=True
-        )
-    try:
-        _wait_ready(process, port, log)
-        with contextlib.closing(Server(process, port, log)) as server:
-            yield server
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(20)
+    log.unlink(missing_ok=True)  # the supervisor appends
+    with subprocess.Popen(
+        [sys.executable, "-m", "harness.server.supervisor", str(log), str(STOP_GRACE_S), *argv],
+        env=variables,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as supervisor:
+        assert supervisor.stdin is not None
+        assert supervisor.stdout is not None
+        try:
+            started = json.loads(supervisor.stdout.readline())
+            _wait_ready(started["pid"], port, log)
+            with contextlib.closing(Server(started["pid"], port, log)) as server:
+                yield server
+        finally:
+            supervisor.stdin.close()  # stop
+            told = [json.loads(line) for line in supervisor.stdout]
+    assert told[-1]["event"] == "stopped"
+    assert not told[-1]["left"], "processes outlive the server"
 
 
 def _is_running(process: psutil.Process) -> bool:
@@ -288,11 +299,9 @@ def _free_port() -> int:
         return port
 
 
-def _wait_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+def _wait_ready(pid: int, port: int, log: Path) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            break
+    while time.monotonic() < deadline and psutil.pid_exists(pid):
         with contextlib.suppress(httpx.HTTPError):
             if httpx.get(f"http://127.0.0.1:{port}/health", timeout=2).status_code == 200:
                 return

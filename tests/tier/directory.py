@@ -35,7 +35,7 @@ def add_namespace(root: Path, **changes: Any) -> str:
     facts = {**FACTS, **changes}
     name = namespace_of(facts)
     config = {
-        "format_version": 1,
+        "format_version": 2,
         "namespace": name,
         "block_tokens": 16,
         "payload_bytes": PAYLOAD_BYTES,

@@ -47,7 +47,7 @@ def test_a_survey_counts_everything_and_reads_the_configuration(root: Path) -> N
     assert namespace.name == name
     assert namespace.description == tier.Description(
         "",
-        format_version=1,
+        format_version=2,
         vllm="0.32.0",
         weights="ab" * 32,
         model_dtype="torch.bfloat16",
@@ -87,12 +87,12 @@ def test_a_namespace_without_blocks_is_listed(root: Path) -> None:
         pytest.param(b"[1]", "a JSON list, not an object", id="list"),
         pytest.param(b"\xff", "not JSON", id="not text"),
         pytest.param(b"[" * 100_000, "not JSON", id="deep"),
-        pytest.param(b"{}", "format version None, this kvgate knows 1", id="empty"),
+        pytest.param(b"{}", "format version None, this kvgate knows 2", id="empty"),
         pytest.param(
-            b'{"format_version": 2}', "format version 2, this kvgate knows 1", id="newer format"
+            b'{"format_version": 3}', "format version 3, this kvgate knows 2", id="newer format"
         ),
         pytest.param(
-            b'{"format_version": 1, "namespace": "x"}', "describes namespace x", id="another"
+            b'{"format_version": 2, "namespace": "x"}', "describes namespace x", id="another"
         ),
     ],
 )

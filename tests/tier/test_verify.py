@@ -124,7 +124,7 @@ def test_a_header_that_promises_a_huge_payload_costs_nothing(root: Path) -> None
     (root / name / "config.json").unlink()
     content = bytearray(path.read_bytes())
     content[48:56] = struct.pack("<Q", 2**63)
-    content[60:64] = struct.pack("<I", zlib.crc32(content[:60]))
+    content[68:72] = struct.pack("<I", zlib.crc32(content[:68]))
     path.write_bytes(content)
     (result,) = checked(root)
     assert result.fault == "truncated"
@@ -145,7 +145,7 @@ def test_another_format_is_left_alone(root: Path, capsys: pytest.CaptureFixture[
     name = add_namespace(root)
     path = add_block(root, name, 1)
     flip(path, 8)
-    (root / name / "config.json").write_text('{"format_version": 2}')
+    (root / name / "config.json").write_text('{"format_version": 3}')
     assert kvgate("verify", root, "--delete") == 2
     assert "NOT ALL READ 2 of 2 files" in capsys.readouterr().out
     (root / name / "config.json").unlink()
