@@ -15,8 +15,7 @@ import functools
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -32,7 +31,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
-from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
 from harness.connector.admission_gate import AdmissionGate
 from harness.connector.blockfile import CHECKSUM, FORMAT_VERSION, file_bytes
@@ -43,14 +41,23 @@ from harness.connector.device import (
     cache_tensors,
     platform_facts,
 )
+from harness.connector.engine_view import (
+    extra_keys,
+    kv_cache_spec,
+    reads_tier,
+    refusal,
+    scheduled_requests,
+    tensor_parallel_rank,
+    weights_path,
+)
 from harness.connector.file_store import FileStore, StoreUnavailable
 from harness.connector.fingerprint import FingerprintError, fingerprint
 from harness.connector.keys import namespace_of
 from harness.connector.layout import BlockLayout, LayoutError
-from harness.connector.meta import StepPlan, WorkerFacts, WorkerReport
+from harness.connector.meta import StepPlan, WorkerFacts, WorkerReport, combined
 from harness.connector.metrics import TierMetricSet, merge, summarise
 from harness.connector.quota import DirectoryQuota
-from harness.connector.scheduler import ScheduledRequest, TierScheduler
+from harness.connector.scheduler import TierScheduler
 from harness.connector.worker import HostMemory, TierWorker
 
 try:
@@ -172,7 +179,7 @@ class KvgateTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._config: TierConfig = parse_config(transfer.kv_connector_extra_config or {})
-        self._refusal = _refusal(vllm_config, kv_cache_config)
+        self._refusal = refusal(vllm_config, kv_cache_config)
         if self._refusal and role is KVConnectorRole.SCHEDULER:  # once, not once per process
             logger.error(
                 'event=tier_off effect="served without the tier" reason="%s"', self._refusal
@@ -182,7 +189,7 @@ class KvgateTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._scheduler: TierScheduler | None = None
         self._gate: AdmissionGate | None = None
         self._plan = StepPlan()
-        self._block_tokens = 0 if self._refusal else _spec(kv_cache_config).block_size
+        self._block_tokens = 0 if self._refusal else kv_cache_spec(kv_cache_config).block_size
         if role is KVConnectorRole.SCHEDULER and not self._refusal:
             policy = getattr(transfer, "kv_load_failure_policy", "fail")
             if policy != "recompute":
@@ -194,7 +201,7 @@ class KvgateTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._scheduler = TierScheduler(
                 self._config,
                 block_tokens=self._block_tokens,
-                extra_keys=_extra_keys,
+                extra_keys=extra_keys,
                 are_loads_allowed=policy == "recompute",
             )
 
@@ -301,7 +308,7 @@ class KvgateTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._scheduler is None:
             return
         wanted = self._vllm_config.parallel_config.tensor_parallel_size
-        facts = _combined(
+        facts = combined(
             [each.facts for each in metadata.values() if isinstance(each, TierHandshakeMetadata)],
             wanted,
         )
@@ -325,7 +332,7 @@ class KvgateTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
     @_contained(_none)
     def on_new_request(self, request: Any) -> None:
         """Notes an arrival, so that files are read while the request waits (vLLM 0.32)."""
-        if self._scheduler is not None and _reads_tier(request):
+        if self._scheduler is not None and reads_tier(request):
             self._scheduler.arrive(request)
 
     @_contained(lambda: (0, False))
@@ -342,7 +349,7 @@ class KvgateTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if getattr(request, "resumable", False):
             return 0, False
         count = self._scheduler.lookup(request, num_computed_tokens)
-        if not _reads_tier(request):
+        if not reads_tier(request):
             return 0, False
         return count, count > 0
 
@@ -383,7 +390,7 @@ class KvgateTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._scheduler is None:
             return TierPlanMetadata(StepPlan())
         is_idle = scheduler_output.total_num_scheduled_tokens == 0
-        shares = _shares(scheduler_output)
+        shares = scheduled_requests(scheduler_output)
         return TierPlanMetadata(self._scheduler.build_plan(shares, is_idle=is_idle))
 
     @_contained(_none)
@@ -436,10 +443,10 @@ class KvgateTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def _start_worker(self, kv_caches: dict[str, Any]) -> WorkerFacts:
         if self._worker is not None:
             self._worker.stop()
-        spec = _spec(self._kv_cache_config)
+        spec = kv_cache_spec(self._kv_cache_config)
         names = self._kv_cache_config.kv_cache_groups[0].layer_names
         layout = BlockLayout(cache_tensors(kv_caches, names), self._kv_cache_config.num_blocks)
-        rank = _rank(self._vllm_config)
+        rank = tensor_parallel_rank(self._vllm_config)
         slot_bytes = file_bytes(layout.payload_bytes)
         total = self._config.host_pool_bytes // slot_bytes
         namespace, store = self._open_store(layout, spec, rank)
@@ -490,7 +497,7 @@ class KvgateTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
                     "checksum": CHECKSUM.name,
                 },
                 platform=platform_facts(self._vllm_config, self._kv_cache_config),
-                model=_model_path(self._vllm_config.model_config),
+                model=weights_path(self._vllm_config.model_config),
             )
         except (FingerprintError, OSError, ValueError) as error:
             if self._config.directory is not None:
@@ -552,128 +559,3 @@ class KvgateTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
             "rank_count": facts.rank_count,
         }
         logger.info("kvgate tier ready: %s", json.dumps(line))
-
-
-def _refusal(vllm_config: Any, kv_cache_config: Any) -> str:
-    """Why the tier cannot serve this model or topology; empty when it can."""
-    parallel = vllm_config.parallel_config
-    groups = kv_cache_config.kv_cache_groups
-    reasons: list[str] = []
-    if len(groups) != 1:
-        reasons.append(f"the model has {len(groups)} KV cache groups; exactly one is supported")
-    else:
-        spec = groups[0].kv_cache_spec
-        if type(spec).__name__ != "FullAttentionSpec":
-            reasons.append(
-                f"its KV cache is {type(spec).__name__}; only full attention is supported"
-            )
-        for name in ("sliding_window", "attention_chunk_size", "non_causal"):
-            if getattr(spec, name, None):
-                reasons.append(f"its attention has {name}={getattr(spec, name)}")
-    for name in (
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    ):
-        if getattr(parallel, name, 1) > 1:
-            reasons.append(f"{name} is {getattr(parallel, name)}; only 1 is supported")
-    speculative = getattr(vllm_config, "speculative_config", None)
-    if speculative is not None and getattr(speculative, "method", "") != "ngram":
-        reasons.append("a draft model keeps KV of its own, which is not restored")
-    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        reasons.append("calculate_kv_scales makes KV depend on the first request")
-    return "; ".join(reasons)
-
-
-def _rank(vllm_config: Any) -> int:
-    """This worker's tensor-parallel rank."""
-    if vllm_config.parallel_config.tensor_parallel_size == 1:
-        return 0
-    from vllm.distributed import get_tensor_model_parallel_rank
-
-    rank: int = get_tensor_model_parallel_rank()
-    return rank
-
-
-def _combined(facts: list[WorkerFacts], rank_count: int) -> WorkerFacts:
-    """What all ranks can do together. Pure."""
-    if len(facts) != rank_count:
-        return WorkerFacts(problem=f"{len(facts)} of {rank_count} workers reported their cache")
-    first = facts[0]
-    if problem := next((each.problem for each in facts if each.problem), ""):
-        return WorkerFacts(problem=problem)
-    if any(
-        (each.namespace, each.payload_bytes) != (first.namespace, first.payload_bytes)
-        for each in facts
-    ):
-        return WorkerFacts(problem="the workers' caches differ in layout")
-    return replace(
-        first,
-        slot_count=min(each.slot_count for each in facts),
-        has_disk=all(each.has_disk for each in facts),
-        direct_io=all(each.direct_io for each in facts),
-        rank_count=rank_count,
-    )
-
-
-def _reads_tier(request: Any) -> bool:
-    """False for requests that must compute their whole prompt, as for its log-probabilities."""
-    return not (
-        getattr(request, "skip_reading_prefix_cache", False) or getattr(request, "resumable", False)
-    )
-
-
-def _spec(kv_cache_config: Any) -> Any:
-    return kv_cache_config.kv_cache_groups[0].kv_cache_spec
-
-
-def _model_path(model_config: Any) -> Path:
-    """The directory or file of the weights on this machine."""
-    path = Path(model_config.model)
-    if path.exists():
-        return path
-    import huggingface_hub  # vLLM brings it; nothing else here does
-
-    found = huggingface_hub.try_to_load_from_cache(
-        model_config.model, "config.json", revision=getattr(model_config, "revision", None)
-    )
-    if not isinstance(found, str):
-        raise FingerprintError(
-            f"the weights of {model_config.model} were not found on this machine"
-        )
-    return Path(found).parent
-
-
-def _extra_keys(
-    request: Any, start: int, end: int, image_index: int
-) -> tuple[tuple[Any, ...] | None, int]:
-    """What a block's KV depends on beside tokens: images, LoRA adapter, salt, embeddings."""
-    extra, next_index = generate_block_hash_extra_keys(request, start, end, image_index)
-    if (lora := getattr(request, "lora_request", None)) is not None:
-        # Not every version names the adapter's path, and a name can be given to another adapter.
-        extra = (*(extra or ()), ("lora_path", lora.lora_path))
-    return extra, next_index
-
-
-def _shares(output: Any) -> Iterator[ScheduledRequest]:
-    """The step's requests, from vLLM's two lists."""
-    scheduled = output.num_scheduled_tokens
-    for new in output.scheduled_new_reqs:
-        yield ScheduledRequest(
-            new.req_id,
-            new.num_computed_tokens,
-            scheduled.get(new.req_id, 0),
-            new.block_ids[0],
-            replaces_blocks=True,
-        )
-    cached = output.scheduled_cached_reqs
-    for request_id, computed, block_ids in zip(
-        cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
-    ):
-        yield ScheduledRequest(
-            request_id,
-            computed,
-            scheduled.get(request_id, 0),
-            block_ids[0] if block_ids else (),
-            replaces_blocks=request_id in cached.resumed_req_ids,
-        )

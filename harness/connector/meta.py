@@ -6,7 +6,8 @@ plans go down, reports come up, and neither side waits for the other.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from harness.connector.breaker import BreakerState
@@ -114,3 +115,24 @@ class WorkerFacts:
     rank_count: int = 1  # tensor-parallel workers, each with its part of every block
     has_disk: bool = False
     direct_io: bool = False
+
+
+def combined(facts: Sequence[WorkerFacts], rank_count: int) -> WorkerFacts:
+    """What all ranks can do together. Pure."""
+    if len(facts) != rank_count:
+        return WorkerFacts(problem=f"{len(facts)} of {rank_count} workers reported their cache")
+    first = facts[0]
+    if problem := next((each.problem for each in facts if each.problem), ""):
+        return WorkerFacts(problem=problem)
+    if any(
+        (each.namespace, each.payload_bytes) != (first.namespace, first.payload_bytes)
+        for each in facts
+    ):
+        return WorkerFacts(problem="the workers' caches differ in layout")
+    return replace(
+        first,
+        slot_count=min(each.slot_count for each in facts),
+        has_disk=all(each.has_disk for each in facts),
+        direct_io=all(each.direct_io for each in facts),
+        rank_count=rank_count,
+    )
