@@ -266,3 +266,6 @@ def _layout(flat: Any) -> BlockLayout:
         ],
         DEVICE_BLOCKS,
     )
+
+
+Make = Callable[..., Rig]  # the fixture of conftest.py

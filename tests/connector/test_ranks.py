@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from .rig import BLOCK_TOKENS, Rig, kv_of
+from .rig import BLOCK_TOKENS, Make, Rig, kv_of
 
-Make = Callable[..., Rig]
 A = list(range(20))  # five blocks
 B = list(range(100, 120))
 
 
 @pytest.fixture
-def make() -> Iterator[Make]:
-    rigs: list[Rig] = []
-
-    def build(*args: Any, **kwargs: Any) -> Rig:
-        rigs.append(Rig(*args, ranks=2, **kwargs))
-        return rigs[-1]
-
-    yield build
-    for rig in rigs:
-        rig.close()
+def make(make: Make) -> Make:
+    """Rigs of two ranks."""
+    return functools.partial(make, ranks=2)
 
 
 def _files(directory: Path, rank: int) -> list[Path]:

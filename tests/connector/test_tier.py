@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +19,10 @@ from harness.connector.file_store import FileStore
 from harness.connector.keys import block_path, chain_keys
 from harness.connector.scheduler import ScheduledRequest
 
-from .rig import BLOCK_TOKENS, NAMESPACE, FakeRequest, Rig, kv_of
-
-Make = Callable[..., Rig]
+from .rig import BLOCK_TOKENS, NAMESPACE, FakeRequest, Make, Rig, kv_of
 
 A = list(range(20))  # five blocks
 B = list(range(100, 120))
-
-
-@pytest.fixture
-def make() -> Iterator[Make]:
-    rigs: list[Rig] = []
-
-    def build(*args: Any, **kwargs: Any) -> Rig:
-        rigs.append(Rig(*args, **kwargs))
-        return rigs[-1]
-
-    yield build
-    for rig in rigs:
-        rig.close()
 
 
 def _counts(rig: Rig) -> dict[str, int]:

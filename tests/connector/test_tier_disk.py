@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,27 +17,13 @@ from harness.connector.file_store import FileStore
 from harness.connector.keys import chain_keys
 from harness.connector.quota import USAGE_NAME
 
-from .rig import BLOCK_TOKENS, NAMESPACE, Rig, kv_of
+from .rig import BLOCK_TOKENS, NAMESPACE, Make, Rig, kv_of
 
-Make = Callable[..., Rig]
 FILE_BYTES = 8192
 
 
 def _prompt(number: int, blocks: int = 5) -> list[int]:
     return list(range(1000 * number, 1000 * number + blocks * BLOCK_TOKENS))
-
-
-@pytest.fixture
-def make() -> Iterator[Make]:
-    rigs: list[Rig] = []
-
-    def build(*args: Any, **kwargs: Any) -> Rig:
-        rigs.append(Rig(*args, **kwargs))
-        return rigs[-1]
-
-    yield build
-    for rig in rigs:
-        rig.close()
 
 
 def _count(rig: Rig, name: str) -> float:
