@@ -26,6 +26,7 @@ from harness.space import evidence_bytes, tier_bytes
 GIB = 2**30
 CHECK_DEADLINE_S = 60
 _PR_SET_PDEATHSIG = 1
+_LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 # One CPU server with the demo model holds 2 to 3 GiB in three processes; measured, rounded up.
 SERVER_MEMORY_BYTES = 4 * GIB
 
@@ -53,6 +54,7 @@ def examine(plan: Plan, *, home: Path, runs_root: Path) -> list[Finding]:
         *_tier_roots(plan),
         _disk(plan, runs_root),
         *_direct_io(plan, runs_root),
+        *_large_pages(plan, _LARGE_PAGES),
         _cores(plan),
         _shared_memory(),
         _open_files(),
@@ -219,6 +221,21 @@ def probe_direct_io(directory: Path) -> tuple[bool, str]:
     finally:
         path.unlink(missing_ok=True)
         page.close()
+
+
+def _large_pages(plan: Plan, setting: Path) -> Iterator[Finding]:
+    """The bundled connector's host memory asks for them (docs/adr/0016-restore-speed.md)."""
+    if any(arm.medium is not None and arm.kind == "vllm" for arm in plan.campaign.arms.values()):
+        text = setting.read_text() if setting.is_file() else "[unknown]"
+        found = text.partition("[")[2].partition("]")[0]
+        yield Finding(
+            "large pages",
+            found,
+            "madvise or always",
+            found in ("madvise", "always"),
+            False,
+            f"echo madvise > {setting}; without them restores can be several times slower",
+        )
 
 
 def _cores(plan: Plan) -> Finding:

@@ -188,13 +188,13 @@ class FileIo:
         """Queues the write of a slot."""
         with self._lock:
             self._writes.append(_Write(key, slot))
-            self._may_write.notify()
+            self._may_write.notify_all()  # one may be waiting for quiet
 
     def submit_touch(self, keys: tuple[bytes, ...]) -> None:
         """Queues the renewal of a prompt's files, behind the writes queued so far."""
         with self._lock:
             self._writes.append(_Touch(keys))
-            self._may_write.notify()
+            self._may_write.notify_all()  # one may be waiting for quiet
 
     def take_results(self) -> list[WriteResult]:
         """Writes that ended since the last call."""
