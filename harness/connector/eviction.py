@@ -126,6 +126,8 @@ class Evictor:
         """
         removed: list[str] = []
         room = self._quota.take(count_bytes)
+        if self._quota.is_count_lost:
+            self.refresh()
         while room is not Room.GRANTED:
             path = self._remove_oldest()
             if path is not None:

@@ -48,6 +48,7 @@ class DirectoryQuota:
         self.capacity_bytes = capacity_bytes
         self._reserve_bytes = reserve_bytes
         self.used_bytes = 0  # as of the last operation of this process
+        self.is_count_lost = False  # it was unreadable, and nobody has counted since
         self._pending_bytes = 0  # taken by this process, not yet in a file that a recount would see
         self._lock = threading.Lock()
 
@@ -107,6 +108,7 @@ class DirectoryQuota:
             def correct(found_bytes: int) -> None:
                 with self._count() as (now, put):
                     put(found_bytes + pending + max(0, now - before))
+                self.is_count_lost = False
 
             yield correct
         finally:
@@ -119,7 +121,10 @@ class DirectoryQuota:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             content = os.pread(descriptor, _COUNT.size, 0)
-            (self.used_bytes,) = _COUNT.unpack(content) if len(content) == _COUNT.size else (0,)
+            if len(content) == _COUNT.size:
+                (self.used_bytes,) = _COUNT.unpack(content)
+            else:  # new, or damaged
+                self.used_bytes, self.is_count_lost = 0, True
 
             def put(value: int) -> None:
                 os.pwrite(descriptor, _COUNT.pack(value), 0)

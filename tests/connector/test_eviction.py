@@ -86,6 +86,20 @@ def test_a_damaged_count_is_started_anew(tmp_path: Path) -> None:
     assert quota.used_bytes == 60
 
 
+@pytest.mark.parametrize("damage", [b"", b"abc"])
+def test_a_lost_count_is_made_good_with_the_next_file(tmp_path: Path, damage: bytes) -> None:
+    """Somebody truncates the count while the server runs: the bound still holds."""
+    files = [_put(tmp_path, number, number) for number in range(1, 5)]
+    quota = _quota(tmp_path, 4 * FILE_BYTES)
+    evictor = _evictor(quota)
+    evictor.refresh()
+    (tmp_path / USAGE_NAME).write_bytes(damage)
+    assert evictor.make_room(FILE_BYTES) == (Room.GRANTED, [str(files[0])])
+    assert quota.used_bytes == 4 * FILE_BYTES
+    assert not quota.is_count_lost
+    assert evictor.make_room(FILE_BYTES) == (Room.GRANTED, [str(files[1])])
+
+
 def test_the_longest_unused_goes_first_whatever_its_namespace(tmp_path: Path) -> None:
     files = [_put(tmp_path, 1, 5), _put(tmp_path, 2, 3, OLD), _put(tmp_path, 3, 4)]
     quota = _quota(tmp_path, 3 * FILE_BYTES)
