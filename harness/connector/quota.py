@@ -83,9 +83,10 @@ class DirectoryQuota:
         self.give_back(count_bytes)
 
     def give_back(self, count_bytes: int) -> None:
-        """Counts a removed file out; errors are left for the next recount."""
+        """Counts a removed file out; errors and a lost count are left for the next recount."""
         with contextlib.suppress(OSError), self._count() as (used, put):
-            put(max(0, used - count_bytes))
+            if used:  # writing a 0 over a lost count would hide the loss from other servers
+                put(max(0, used - count_bytes))
 
     @contextlib.contextmanager
     def recount(self) -> Iterator[Callable[[int], None] | None]:

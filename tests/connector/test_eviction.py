@@ -100,6 +100,18 @@ def test_a_lost_count_is_made_good_with_the_next_file(tmp_path: Path, damage: by
     assert evictor.make_room(FILE_BYTES) == (Room.GRANTED, [str(files[1])])
 
 
+def test_giving_back_does_not_hide_a_lost_count_from_others(tmp_path: Path) -> None:
+    """`kvgate tier prune` counts nothing anew; a server must still see that the count is lost."""
+    files = [_put(tmp_path, number, number) for number in range(1, 5)]
+    quota = _quota(tmp_path, 4 * FILE_BYTES)
+    evictor = _evictor(quota)
+    evictor.refresh()
+    (tmp_path / USAGE_NAME).write_bytes(b"abc")
+    _quota(tmp_path, None).give_back(FILE_BYTES)
+    assert evictor.make_room(FILE_BYTES) == (Room.GRANTED, [str(files[0])])
+    assert quota.used_bytes == 4 * FILE_BYTES
+
+
 def test_the_longest_unused_goes_first_whatever_its_namespace(tmp_path: Path) -> None:
     files = [_put(tmp_path, 1, 5), _put(tmp_path, 2, 3, OLD), _put(tmp_path, 3, 4)]
     quota = _quota(tmp_path, 3 * FILE_BYTES)
