@@ -173,15 +173,12 @@ def remove(root: Path, plan: PrunePlan) -> Iterator[Checked]:
 
     A block that a server has used since the plan was made stays.
     """
-    freed_bytes = 0
-    try:
-        for entry in plan.doomed:
-            result = _remove(root, entry)
-            if result.is_removed:
-                freed_bytes += entry.size_bytes
-            yield result
-    finally:
-        _give_back(root, freed_bytes)
+    for entry in plan.doomed:
+        result = _remove(root, entry)
+        if result.is_removed:
+            # One by one: a server that counts anew meanwhile would have the sum subtracted again.
+            _give_back(root, entry.size_bytes)
+        yield result
 
 
 def _check_block(root: Path, entry: Entry, description: Description, *, delete: bool) -> Checked:

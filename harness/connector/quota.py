@@ -1,8 +1,9 @@
 """How many bytes a directory's block files may take, counted by all its users together.
 
-The count lies in ``<directory>/.usage`` (8 bytes, little endian) and is changed under ``flock``, so
-that several servers and ranks keep one bound. A file is paid for before it is written. A crash can
-leave the count wrong by the file it was about; ``recount`` puts it right. Standard library only.
+The count lies in ``<directory>/.usage`` (two times 8 bytes, little endian: bytes in use, and all
+bytes ever taken) and is changed under ``flock``, so that several servers and ranks keep one bound.
+A file is paid for before it is written. A crash can leave the count wrong by the file it was about;
+``recount`` puts it right. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import threading
 from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from pathlib import Path
+from typing import NamedTuple
 
 USAGE_NAME = ".usage"
 _RECOUNT_NAME = ".recount"
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-_COUNT = struct.Struct("<Q")
+_COUNT = struct.Struct("<QQ")
 _DEFAULT_RESERVE_BYTES = 2**30
 _DEFAULT_RESERVE_SHARE = 0.05
 
@@ -30,6 +32,11 @@ class Room(Enum):
     GRANTED = auto()
     OVER_CAPACITY = auto()  # the byte bound is reached
     NO_FREE_SPACE = auto()  # the file system is too full
+
+
+class _Count(NamedTuple):
+    used: int
+    taken: int  # only ever grows: what was given back must not hide what came during a recount
 
 
 class DirectoryQuota:
@@ -64,12 +71,13 @@ class DirectoryQuota:
             reserve = min(_DEFAULT_RESERVE_BYTES, int(whole * _DEFAULT_RESERVE_SHARE))
         if status.f_bavail * status.f_frsize < reserve + count_bytes:
             return Room.NO_FREE_SPACE
-        with self._count() as (used, put):
-            if self.capacity_bytes is not None and used + count_bytes > self.capacity_bytes:
+        with self._count() as (count, put):
+            if self.capacity_bytes is not None and count.used + count_bytes > self.capacity_bytes:
                 return Room.OVER_CAPACITY
-            put(used + count_bytes)
-        with self._lock:
-            self._pending_bytes += count_bytes
+            put(_Count(count.used + count_bytes, count.taken + count_bytes))
+            # Before the count is unlocked: a recount must find both or neither.
+            with self._lock:
+                self._pending_bytes += count_bytes
         return Room.GRANTED
 
     def keep(self, count_bytes: int) -> None:
@@ -84,17 +92,19 @@ class DirectoryQuota:
 
     def give_back(self, count_bytes: int) -> None:
         """Counts a removed file out; errors and a lost count are left for the next recount."""
-        with contextlib.suppress(OSError), self._count() as (used, put):
-            if used:  # writing a 0 over a lost count would hide the loss from other servers
-                put(max(0, used - count_bytes))
+        with contextlib.suppress(OSError), self._count() as (count, put):
+            if count.used:  # writing a 0 over a lost count would hide the loss from other servers
+                put(_Count(max(0, count.used - count_bytes), count.taken))
 
     @contextlib.contextmanager
     def recount(self) -> Iterator[Callable[[int], None] | None]:
         """Lets the caller add up what is there and correct the count.
 
-        Yields a function that takes the sum found, or None while another process counts. What is
-        taken and given back meanwhile stays counted, so the result errs on the high side only.
-        Raises OSError.
+        Yields a function that takes the sum found, or None while another process counts. All that
+        is taken meanwhile is added, found or not, and nothing that is given back is subtracted. So
+        the result errs on the high side, but for files that another thread is about right then:
+        paid for by another process and not yet there, or removed and not yet given back. It can
+        thus be too low by one block per such thread. Raises OSError.
         """
         descriptor = os.open(self.directory / _RECOUNT_NAME, _OPEN, 0o600)
         try:
@@ -103,34 +113,38 @@ class DirectoryQuota:
             except BlockingIOError:
                 yield None
                 return
-            with self._count() as (before, _):
+            with self._count() as (before, _), self._lock:
                 pending = self._pending_bytes
 
             def correct(found_bytes: int) -> None:
                 with self._count() as (now, put):
-                    put(found_bytes + pending + max(0, now - before))
-                self.is_count_lost = False
+                    # Less than before: the count was lost meanwhile, and began again at 0.
+                    is_lost = now.taken < before.taken
+                    come = now.taken - (0 if is_lost else before.taken)
+                    put(_Count(found_bytes + pending + come, now.taken))
+                    self.is_count_lost = is_lost
 
             yield correct
         finally:
             os.close(descriptor)
 
     @contextlib.contextmanager
-    def _count(self) -> Iterator[tuple[int, Callable[[int], None]]]:
+    def _count(self) -> Iterator[tuple[_Count, Callable[[_Count], None]]]:
         """The shared count, locked, and a function that replaces it."""
         descriptor = os.open(self.directory / USAGE_NAME, _OPEN, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             content = os.pread(descriptor, _COUNT.size, 0)
             if len(content) == _COUNT.size:
-                (self.used_bytes,) = _COUNT.unpack(content)
-            else:  # new, or damaged
-                self.used_bytes, self.is_count_lost = 0, True
+                count = _Count(*_COUNT.unpack(content))
+            else:  # new, damaged, or of a version that kept one number
+                count, self.is_count_lost = _Count(0, 0), True
+            self.used_bytes = count.used
 
-            def put(value: int) -> None:
-                os.pwrite(descriptor, _COUNT.pack(value), 0)
-                self.used_bytes = value
+            def put(changed: _Count) -> None:
+                os.pwrite(descriptor, _COUNT.pack(*changed), 0)
+                self.used_bytes = changed.used
 
-            yield self.used_bytes, put
+            yield count, put
         finally:
             os.close(descriptor)  # unlocks

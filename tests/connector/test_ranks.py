@@ -95,7 +95,8 @@ def test_one_bound_holds_for_both_ranks(make: Make, tmp_path: Path) -> None:
     for number in range(8):
         rig.serve([1000 * number + token for token in A])
         rig.drain()
-        assert len(_files(tmp_path, 0)) + len(_files(tmp_path, 1)) <= 20
+        # Each rank has one writer, and one block per writer is the slack of a recount.
+        assert len(_files(tmp_path, 0)) + len(_files(tmp_path, 1)) <= 20 + 2
     assert rig.serve([7000 + token for token in A]).external_tokens == 20
 
 

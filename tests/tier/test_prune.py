@@ -178,6 +178,24 @@ def test_removed_bytes_are_counted_out_for_the_servers(root: Path) -> None:
     assert quota.used_bytes == FILE_BYTES
 
 
+def test_a_server_that_counts_anew_during_a_removal_keeps_its_bound(root: Path) -> None:
+    name = add_namespace(root)
+    for number in range(1, 7):
+        add_block(root, name, number)
+    quota = DirectoryQuota(root, capacity_bytes=None, reserve_bytes=0)
+    quota.take(6 * FILE_BYTES)
+    quota.keep(6 * FILE_BYTES)
+    removal = remove(root, plan_prune(root, now_ns=NOW_NS, max_bytes=2 * FILE_BYTES))
+    for _ in range(3):
+        assert next(removal).is_removed
+    with quota.recount() as correct:
+        assert correct is not None
+        correct(3 * FILE_BYTES)
+    assert [result.is_removed for result in removal] == [True]
+    quota.take(0)
+    assert quota.used_bytes == 2 * FILE_BYTES
+
+
 def test_a_directory_without_a_count_gets_none(root: Path) -> None:
     add_block(root, add_namespace(root), 1)
     kvgate("prune", root, "--max-bytes", "0", "--yes")
