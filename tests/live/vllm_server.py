@@ -184,11 +184,17 @@ class Server:
         raise AssertionError(f"no line with {marker!r} in {self.log}")
 
     def kill(self) -> None:
-        """SIGKILL to the whole group, as a power switch would; returns when all are gone."""
+        """SIGKILL to the whole group, as a power switch would; returns when all are gone.
+
+        What only they had of shared memory goes too: a power switch would not leave it either.
+        """
         group = self.processes()
+        shared = {path for process in group for path in _shared_memory(process)}
         os.killpg(self.pid, signal.SIGKILL)
         # Some stay zombies for a while, which do nothing any more.
         wait_until(lambda: not any(_is_running(process) for process in group), "the group is gone")
+        for path in shared:
+            path.unlink(missing_ok=True)
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float:
@@ -277,6 +283,13 @@ def _is_running(process: psutil.Process) -> bool:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def _shared_memory(process: psutil.Process) -> list[Path]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        paths = [Path(mapped.path) for mapped in process.memory_maps()]
+        return [path for path in paths if path.parent == Path("/dev/shm") and path.exists()]
+    return []
 
 
 def _body(token_ids: list[int], output_tokens: int) -> dict[str, Any]:
