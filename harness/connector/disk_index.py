@@ -21,8 +21,8 @@ logger = logging.getLogger("vllm.kvgate.disk_index")
 BUCKETS = 256
 # The watcher lists for at most this share of the time: it runs beside the engine's own loop.
 _DUTY = 0.05
-# How long the memory of own writes outlives the slowest listing.
-_FRESH_S = 120.0
+# How long own writes and drops are remembered: longer than the slowest listing takes.
+_RECENT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class DiskIndex:
         self._ranks: list[list[set[bytes]]] = [
             [set() for _ in range(BUCKETS)] for _ in range(rank_count)
         ]
-        # Own recent writes, oldest first.
-        self._fresh: list[dict[bytes, float]] = [{} for _ in range(rank_count)]
+        # When this server last wrote or dropped a key, oldest first.
+        self._recent: list[dict[bytes, float]] = [{} for _ in range(rank_count)]
         self._cleared_s = float("-inf")
 
     def __contains__(self, key: bytes) -> bool:
@@ -64,38 +64,45 @@ class DiskIndex:
     def add(self, key: bytes, now_s: float, rank: int = 0) -> None:
         """Takes in a key that this server's worker ``rank`` has just written."""
         self._ranks[rank][key[0]].add(key)
-        fresh = self._fresh[rank]
-        fresh.pop(key, None)
-        fresh[key] = now_s
-        while fresh:
-            oldest = next(iter(fresh))
-            if fresh[oldest] > now_s - _FRESH_S:
-                break
-            del fresh[oldest]
+        self._remember(key, now_s, rank)
 
-    def discard(self, key: bytes, rank: int = 0) -> None:
-        """Forgets a rank's file of a key."""
+    def discard(self, key: bytes, now_s: float, rank: int = 0) -> None:
+        """Forgets a key whose file this server's worker ``rank`` has dropped or not found."""
         self._ranks[rank][key[0]].discard(key)
-        self._fresh[rank].pop(key, None)
+        self._remember(key, now_s, rank)
+
+    def _remember(self, key: bytes, now_s: float, rank: int) -> None:
+        recent = self._recent[rank]
+        recent.pop(key, None)
+        recent[key] = now_s
+        while recent:
+            oldest = next(iter(recent))
+            if recent[oldest] > now_s - _RECENT_S:
+                break
+            del recent[oldest]
 
     def clear(self, now_s: float) -> None:
         """Forgets every key, and whatever a listing that began before ``now_s`` found."""
-        for parts, fresh in zip(self._ranks, self._fresh, strict=True):
+        for parts, recent in zip(self._ranks, self._recent, strict=True):
             for part in parts:
                 part.clear()
-            fresh.clear()
+            recent.clear()
         self._cleared_s = now_s
 
     def apply(self, listing: Listing) -> None:
-        """Takes in a listing. Own writes that it may have been too early to see are kept."""
+        """Takes in a listing, but for own writes and drops that it may have been too early for."""
         if listing.started_s <= self._cleared_s:
             return
         part = self._ranks[listing.rank][listing.bucket]
-        fresh = self._fresh[listing.rank]
-        kept = {key for key in part - listing.keys if fresh.get(key, 0.0) >= listing.started_s}
+        recent = self._recent[listing.rank]
         # Keys known already keep their object: a listing must not double the index's memory.
-        part.intersection_update(listing.keys | kept)
-        part.update(listing.keys)
+        for key in part ^ listing.keys:
+            if recent.get(key, 0.0) >= listing.started_s:
+                continue
+            if key in part:
+                part.remove(key)
+            else:
+                part.add(key)
 
 
 class DirectoryWatcher:

@@ -251,10 +251,10 @@ class TierScheduler:
                     del self._loading[request_id]
             return
         for key in report.bad:
-            self._on_disk.discard(key, report.rank)
+            self._on_disk.discard(key, self._clock(), report.rank)
             pool.forget(key)
         for key in report.gone:
-            self._on_disk.discard(key, report.rank)
+            self._on_disk.discard(key, self._clock(), report.rank)
         for slot in report.unfilled:
             self._fills_left.pop(slot, None)
             pool.filled(slot, is_valid=False)

@@ -22,7 +22,7 @@ from harness.connector.config import ResetScope, TierConfig
 from harness.connector.file_store import FileStore
 from harness.connector.layout import BlockLayout, CacheTensor
 from harness.connector.meta import StepPlan, WorkerFacts
-from harness.connector.quota import DirectoryQuota
+from harness.connector.quota import USAGE_NAME, DirectoryQuota
 from harness.connector.scheduler import ScheduledRequest, TierScheduler
 from harness.connector.worker import HostMemory, TierWorker
 
@@ -62,6 +62,11 @@ def kv_of(tokens: Sequence[int]) -> list[bytes]:
         seed = hashlib.sha256(repr(list(tokens[:end])).encode()).digest()
         blocks.append((seed * 2)[: LAYERS * RUN_BYTES])
     return blocks
+
+
+def used_bytes(directory: Path) -> int:
+    """What the shared count says is in use."""
+    return int.from_bytes((directory / USAGE_NAME).read_bytes()[:8], "little")
 
 
 class Rig:

@@ -30,6 +30,21 @@ def test_own_write_survives_a_listing_that_began_before_it() -> None:
     assert A not in index, "deleted by somebody else"
 
 
+def test_a_dropped_key_does_not_come_back_with_a_listing_that_began_before() -> None:
+    """Else a block that was found damaged, and recomputed, would not be stored again."""
+    index = DiskIndex()
+    index.apply(Listing(0, 7, 10.0, frozenset({A, B})))
+    index.discard(A, 15.0)
+    index.apply(Listing(0, 7, 14.0, frozenset({A, B})))
+    assert set(index) == {B}
+    index.add(A, 15.5)
+    index.apply(Listing(0, 7, 15.2, frozenset({B})))
+    assert set(index) == {A, B}
+    index.discard(A, 15.8)
+    index.apply(Listing(0, 7, 16.0, frozenset({A, B})))
+    assert set(index) == {A, B}, "stored by another server"
+
+
 def test_a_listing_from_before_a_reset_is_ignored() -> None:
     index = DiskIndex()
     index.apply(Listing(0, 7, 10.0, frozenset({A})))
@@ -40,12 +55,13 @@ def test_a_listing_from_before_a_reset_is_ignored() -> None:
     assert set(index) == {B}
 
 
-def test_the_memory_of_own_writes_is_bounded() -> None:
+def test_the_memory_of_own_writes_and_drops_is_bounded() -> None:
     index = DiskIndex()
     for number in range(1000):
         index.add(bytes([7]) + number.to_bytes(15, "little"), float(number))
+        index.discard(bytes([8]) + number.to_bytes(15, "little"), float(number))
     assert len(index) == 1000
-    assert len(index._fresh) <= 121
+    assert len(index._recent[0]) <= 2 * 121
 
 
 def _until(condition: Callable[[], bool]) -> None:

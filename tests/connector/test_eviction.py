@@ -18,6 +18,8 @@ from harness.connector.keys import block_path
 from harness.connector.partial_files import is_abandoned, partial_name
 from harness.connector.quota import USAGE_NAME, DirectoryQuota, Room
 
+from .rig import used_bytes
+
 FILE_BYTES = 1000
 OLD, NEW = "aa" * 16, "bb" * 16
 
@@ -63,7 +65,7 @@ def test_two_users_share_one_count(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(2) as pool:
         assert sum(pool.map(take_many, quotas)) == 300
-    assert int.from_bytes((tmp_path / USAGE_NAME).read_bytes()[:8], "little") == 3000
+    assert used_bytes(tmp_path) == 3000
 
 
 def test_recount_keeps_what_was_taken_meanwhile(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_a_survey_counts_everything_and_reads_the_configuration(root: Path) -> N
     (root / name / ".dropped-1-a" / "3f").mkdir(parents=True)
     (root / name / ".dropped-1-a" / "3f" / "x.kv").write_bytes(b"123")
     (root / name / "r0" / "notes.txt").touch()
-    (root / USAGE_NAME).write_bytes(bytes(8))
+    (root / USAGE_NAME).write_bytes(bytes(16))
 
     found = survey(root, now_ns=NOW_NS)
 
