@@ -4,7 +4,8 @@ One CPU server with a small host pool and a bounded directory. A few clients mix
 device, from host memory and from disk, sessions never seen before (many times what the directory
 holds, so it wraps), and clients that leave while they are served; the device cache is emptied all
 the time and host memory at fixed intervals. Every few seconds it samples, per process, resident
-memory, open files and threads, and the connector's own gauges.
+memory, open files and threads, and the connector's own gauges; what host memory holds is read right
+before and right after it is emptied, because between two emptyings it only fills.
 
 After the warm-up it prints for each series the slope per hour with a 95 % interval, and one CHECK
 line. The interval is that of a line through the means of ten equal spans: neighbouring samples are
@@ -71,7 +72,6 @@ SPANS = 10
 WARM_UP_SHARE = 0.2
 NOISE = 0.5  # of first log-probabilities; the exact oracles are in tests/live
 GAUGES = {
-    "host pool in use, slots": ("host_used_bytes", FILE_BYTES),
     "directory, blocks": ("disk_used_bytes", FILE_BYTES),
     "store backlog, blocks": ("store_backlog_blocks", 1),
     "reads queued, blocks": ("read_queue_blocks", 1),
@@ -178,14 +178,13 @@ class Soak:
 
     def run(self, seconds: float, warm_up_s: float) -> None:
         """Loads the server, and samples after the warm-up."""
-        # Ten spans hold a whole number of these intervals each, so the sawtooth of the pool has no
-        # slope of its own.
+        # Twice in each of the ten spans.
         emptying_s = (seconds - warm_up_s) / SPANS / 2
         threads = [
             threading.Thread(target=self._client, args=(self._draw.random(),))
             for _ in range(CLIENTS)
         ]
-        threads.append(threading.Thread(target=self._emptier, args=(emptying_s,)))
+        threads.append(threading.Thread(target=self._emptier, args=(emptying_s, warm_up_s)))
         for thread in threads:
             thread.start()
         try:
@@ -242,7 +241,7 @@ class Soak:
             self._next_new += 1
             return self._next_new
 
-    def _emptier(self, interval_s: float) -> None:
+    def _emptier(self, interval_s: float, warm_up_s: float) -> None:
         """Empties the device cache often, so that hits come from the tier, and the host tier."""
         rounds = 0
         while not self._stop.wait(interval_s / 8):
@@ -252,8 +251,13 @@ class Soak:
             with self._gate:  # vLLM empties nothing that a request holds
                 self._is_closed = True
                 self._gate.wait_for(lambda: self._in_flight == 0)
+            slots_before = self._host_slots() if is_external else 0.0
             # Refused while blocks move; the next round tries again.
             is_done = self.server.try_reset(external=is_external)
+            now_s = time.monotonic() - self._started_s
+            if is_external and is_done and self._has_tier and now_s >= warm_up_s:
+                self._put("host pool when emptied, slots", now_s, slots_before)
+                self._put("host pool after that, slots", now_s, self._host_slots())
             self.tally.add(f"reset of {what}" if is_done else f"reset of {what}, refused")
             with self._gate:
                 self._is_closed = False
@@ -269,6 +273,12 @@ class Soak:
             metrics = self.server.metrics(step=False)  # the load makes steps enough
             for name, (gauge, unit) in GAUGES.items():
                 self._put(name, now_s, value(metrics, f"kvgate:tier_{gauge}") / unit)
+
+    def _host_slots(self) -> float:
+        """Slots of host memory in use, once nobody asks."""
+        if not self._has_tier:
+            return 0.0
+        return self.server.metric("kvgate:tier_host_used_bytes") / FILE_BYTES
 
     def _put(self, name: str, now_s: float, number: float) -> None:
         series = self.series.setdefault(name, Series())
