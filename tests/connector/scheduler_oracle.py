@@ -60,6 +60,8 @@ class Oracle:
         self.writes_left: Counter[bytes] = Counter()
         # By rank: key -> when this server wrote it.
         self.on_disk: list[dict[bytes, float]] = [{} for _ in range(rank_count)]
+        # By rank: key -> when this server dropped it or found it gone.
+        self.dropped: list[dict[bytes, float]] = [{} for _ in range(rank_count)]
         self.streaming: Counter[bytes] = Counter()  # loads without a slot, by key
         self.cleared_s = float("-inf")
         self.sick_ranks: set[int] = set()
@@ -128,10 +130,10 @@ class Oracle:
         """A rank's report."""
         files = self.on_disk[report.rank]
         for key in report.bad:
-            files.pop(key, None)
             self.forget(key)
-        for key in report.gone:
+        for key in (*report.bad, *report.gone):
             files.pop(key, None)
+            self.dropped[report.rank][key] = now_s
         for slot in report.unfilled:
             if slot in self.key_of:
                 self.forget(self.key_of[slot])
@@ -155,7 +157,7 @@ class Oracle:
             self.sick_ranks.add(report.rank)
 
     def list_bucket(self, listing: Listing) -> None:
-        """A listing of a bucket, which may be older than this server's last writes."""
+        """A listing of a bucket, which may be older than this server's last writes and drops."""
         if listing.started_s <= self.cleared_s:
             return
         files = self.on_disk[listing.rank]
@@ -163,7 +165,8 @@ class Oracle:
             if key not in listing.keys and files[key] < listing.started_s:
                 del files[key]
         for key in listing.keys:
-            files.setdefault(key, float("-inf"))
+            if self.dropped[listing.rank].get(key, float("-inf")) < listing.started_s:
+                files.setdefault(key, float("-inf"))
 
 
 class Watcher:
