@@ -5,7 +5,7 @@ device, from host memory and from disk, sessions never seen before (many times w
 holds, so it wraps), and clients that leave while they are served; the device cache is emptied all
 the time and host memory at fixed intervals. Every few seconds it samples, per process, resident
 memory, open files and threads, and the connector's own gauges; what host memory holds is read right
-before and right after it is emptied, because between two emptyings it only fills.
+before it is emptied, because between two emptyings it only fills.
 
 After the warm-up it prints for each series the slope per hour with a 95 % interval, and one CHECK
 line. The interval is that of a line through the means of ten equal spans: neighbouring samples are
@@ -13,7 +13,8 @@ not independent, means over minutes nearly are. Flat means that the upper end is
 not flat, that the lower end is above it; undecided otherwise. The bounds (``BOUNDS``): memory 14
 MiB per hour, 1 GiB over the 72 hours of gate 4; files and threads 5, so that 72 hours stay below
 the usual limit of 1024; slots and blocks a quarter of the pool, the least that half an hour can
-tell from the load's own ups and downs. Smaller leaks of slots are found by what is left at the end:
+tell from the load's own ups and downs; the pool must not shrink by that much either, since a lost
+slot cannot be filled. Smaller leaks of slots are found by what is left at the end:
 when all load is over, no request, read or write may remain, and a reset must free every host slot
 (a leaked pin would keep one).
 
@@ -71,6 +72,7 @@ SAMPLE_S = 5.0
 SPANS = 10
 WARM_UP_SHARE = 0.2
 NOISE = 0.5  # of first log-probabilities; the exact oracles are in tests/live
+POOL_SERIES = "host pool when emptied, slots"
 GAUGES = {
     "directory, blocks": ("disk_used_bytes", FILE_BYTES),
     "store backlog, blocks": ("store_backlog_blocks", 1),
@@ -152,11 +154,12 @@ def _mean(numbers: Iterable[float]) -> float:
     return sum(found) / len(found)
 
 
-def verdict(found: Slope, bound: float) -> str:
-    """Pure."""
-    if found.high <= bound:
+def verdict(found: Slope, bound: float, *, may_fall: bool = True) -> str:
+    """Pure. ``may_fall``: only growth is bad."""
+    if found.high <= bound and (may_fall or found.low >= -bound):
         return "flat"
-    return "NOT FLAT" if found.low > bound else "undecided"
+    is_falling = not may_fall and found.high < -bound
+    return "NOT FLAT" if found.low > bound or is_falling else "undecided"
 
 
 class Soak:
@@ -251,17 +254,19 @@ class Soak:
             with self._gate:  # vLLM empties nothing that a request holds
                 self._is_closed = True
                 self._gate.wait_for(lambda: self._in_flight == 0)
-            slots_before = self._host_slots() if is_external else 0.0
-            # Refused while blocks move; the next round tries again.
-            is_done = self.server.try_reset(external=is_external)
-            now_s = time.monotonic() - self._started_s
-            if is_external and is_done and self._has_tier and now_s >= warm_up_s:
-                self._put("host pool when emptied, slots", now_s, slots_before)
-                self._put("host pool after that, slots", now_s, self._host_slots())
-            self.tally.add(f"reset of {what}" if is_done else f"reset of {what}, refused")
-            with self._gate:
-                self._is_closed = False
-                self._gate.notify_all()
+            try:
+                now_s = time.monotonic() - self._started_s
+                if is_external and self._has_tier and now_s >= warm_up_s:
+                    self._put(POOL_SERIES, now_s, self._host_slots())
+                # Refused while blocks move; the next round tries again.
+                is_done = self.server.try_reset(external=is_external)
+                self.tally.add(f"reset of {what}" if is_done else f"reset of {what}, refused")
+            except (httpx.HTTPError, KeyError) as error:
+                self.tally.add(f"error {type(error).__name__}")
+            finally:
+                with self._gate:
+                    self._is_closed = False
+                    self._gate.notify_all()
 
     def _sample(self, now_s: float) -> None:
         for role, process in _roles(self.server).items():
@@ -275,9 +280,7 @@ class Soak:
                 self._put(name, now_s, value(metrics, f"kvgate:tier_{gauge}") / unit)
 
     def _host_slots(self) -> float:
-        """Slots of host memory in use, once nobody asks."""
-        if not self._has_tier:
-            return 0.0
+        """Slots of host memory in use, once nobody asks. Raises KeyError, httpx.HTTPError."""
         return self.server.metric("kvgate:tier_host_used_bytes") / FILE_BYTES
 
     def _put(self, name: str, now_s: float, number: float) -> None:
@@ -308,7 +311,7 @@ def _report(soak: Soak) -> list[str]:
     for name, series in soak.series.items():
         found = slope(series)
         bound = BOUNDS[name.split()[-1]]
-        verdicts.append(verdict(found, bound))
+        verdicts.append(verdict(found, bound, may_fall=name != POOL_SERIES))
         interval = f"[{found.low:9.2f}, {found.high:9.2f}]"
         print(
             f"{name:32} {series.values[0]:9.1f} {series.values[-1]:9.1f} {found.per_hour:9.2f} "
@@ -375,6 +378,9 @@ def main() -> int:
             soak = Soak(server, arguments.seed, has_tier=not arguments.without)
             soak.run(seconds, seconds * WARM_UP_SHARE)
             verdicts = _report(soak)
+            if not arguments.without and POOL_SERIES not in soak.series:
+                print(f"{POOL_SERIES}: never read")
+                verdicts.append("undecided")
             left = [] if arguments.without else _what_is_left(server)
             metrics = server.metrics()
             print(json.dumps(dict(sorted(soak.tally.done.items())), indent=1))

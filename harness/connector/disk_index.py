@@ -97,7 +97,7 @@ class DiskIndex:
         recent = self._recent[listing.rank]
         # Keys known already keep their object: a listing must not double the index's memory.
         for key in part ^ listing.keys:
-            if recent.get(key, 0.0) >= listing.started_s:
+            if recent.get(key, float("-inf")) >= listing.started_s:
                 continue
             if key in part:
                 part.remove(key)
