@@ -44,10 +44,10 @@ from benchmarks.truth_clients import (
     drive_ours,
     environment,
 )
-from harness.arms import default_home
+from harness.campaign.arms import default_home
+from harness.campaign.generated_model import ModelArchitecture, ensure_model
 from harness.load.driver import USERS_PER_WORKER
 from harness.load.witness import nearest_rank
-from harness.model import ModelArchitecture, ensure_model
 from harness.records import Record
 from harness.sim.truth import TruthRecord, read_truth
 

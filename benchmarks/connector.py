@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks.connector_report import Report, say
 from harness import interrupts
-from harness.arms import default_home
+from harness.campaign.arms import default_home
 from harness.errors import HarnessError
 
 PARTS = ("micro", "scheduler", "live")

@@ -20,12 +20,14 @@ from typing import Any
 import psutil
 
 from benchmarks.connector_report import Report, figure, ratio, say
-from harness import arms
+from benchmarks.foreign_cpu import ForeignCpu
+from harness.campaign import arms
+from harness.campaign.generated_model import ensure_model
+from harness.campaign.reading import load_campaign
+from harness.campaign.sections import Arm, Campaign
 from harness.collectors.prometheus import parse_families
 from harness.errors import ServerError
 from harness.load.driver import LoadClient, LoadResult
-from harness.model import ensure_model
-from harness.plan import Arm, Campaign, load_campaign
 from harness.records import Outcome, PlannedRequest, PromptRecipe, Schedule
 from harness.server.managed import ManagedServer
 
@@ -80,6 +82,7 @@ def run_live(
                 f"{elapsed / (index + 1) * passes:.0f} s")  # fmt: skip
     _print_tables(bench.ttft_s, bench.populate_s, levels)
     _add_bounds(report, bench.ttft_s, bench.populate_s, levels)
+    report.check_quiet(bench.foreign_cores)
 
 
 class _Arm:
@@ -170,6 +173,7 @@ class _Bench:
     rounds: int
     ttft_s: dict[tuple[str, int], list[float]] = field(default_factory=dict)
     populate_s: dict[str, list[float]] = field(default_factory=dict)
+    foreign_cores: dict[str, float] = field(default_factory=dict)
 
     def warm_up(self) -> None:
         """First requests pay for lazy imports and page faults; nobody's figures."""
@@ -189,13 +193,16 @@ class _Bench:
         self._populate(index, seed)
         disk_before = {name: self.servers[name].disk_bytes() for name in (OURS, PEER)}
         for level in self.levels:
-            self._read(RECOMPUTED, level, seed, rounds=1)
+            watch = ForeignCpu()
+            values = self._wave(RECOMPUTED, level, seed, watch)
+            self._note(index, RECOMPUTED.name, level, values, watch)
             found: dict[str, list[float]] = {cell.name: [] for cell in CELLS}
+            watches = {cell.name: ForeignCpu() for cell in CELLS}
             for number in range(self.rounds):
                 for cell in _rotated(CELLS, index + number):
-                    found[cell.name] += self._wave(cell, level, seed)
+                    found[cell.name] += self._wave(cell, level, seed, watches[cell.name])
             for name, values in found.items():
-                self._note(name, level, values)
+                self._note(index, name, level, values, watches[name])
         self._check_cold(disk_before)
 
     def _populate(self, index: int, seed: int) -> None:
@@ -203,35 +210,38 @@ class _Bench:
             arm = self.servers[name]
             arm.reset("device")
             _wait_quiet(self.servers)
-            result = arm.run(_schedule("populate", seed=seed, users=SESSIONS, sessions=SESSIONS))
+            watch = ForeignCpu()
+            with watch:
+                result = arm.run(
+                    _schedule("populate", seed=seed, users=SESSIONS, sessions=SESSIONS)
+                )
             _check_cached(arm.name, result, 0)
+            self.foreign_cores[f"pass {index + 1}, populate {name}"] = watch.cores
             spent_s = result.witness.duration_s
             self.populate_s.setdefault(name, []).append(spent_s)
-            say(f"  populate {name}: {spent_s:.2f} s")
+            say(f"  populate {name}: {spent_s:.2f} s; others: {watch.cores:.2f} cores")
             arm.wait_written()
 
-    def _read(self, cell: Cell, level: int, seed: int, *, rounds: int) -> None:
-        values: list[float] = []
-        for _ in range(rounds):
-            values += self._wave(cell, level, seed)
-        self._note(cell.name, level, values)
-
-    def _wave(self, cell: Cell, level: int, seed: int) -> list[float]:
+    def _wave(self, cell: Cell, level: int, seed: int, watch: ForeignCpu) -> list[float]:
         """TTFT in seconds of each session, read once at this concurrency."""
         arm = self.servers[cell.arm]
         if cell.reset is not None:
             arm.reset(cell.reset)
         _wait_quiet(self.servers)
-        result = arm.run(_schedule("wave", seed=seed, users=level, sessions=SESSIONS))
+        with watch:
+            result = arm.run(_schedule("wave", seed=seed, users=level, sessions=SESSIONS))
         _check_cached(cell.name, result, cell.cached_tokens)
         return [record.ttft_s for record in result.records if record.ttft_s is not None]
 
-    def _note(self, name: str, level: int, values: list[float]) -> None:
+    def _note(
+        self, index: int, name: str, level: int, values: list[float], watch: ForeignCpu
+    ) -> None:
+        self.foreign_cores[f"pass {index + 1}, {name} at {level}"] = watch.cores
         p50_s = figure(values).median
         self.ttft_s.setdefault((name, level), []).append(p50_s)
         say(
             f"  concurrency {level}, {name}: TTFT p50 {p50_s * 1e3:.1f} ms, "
-            f"max {max(values) * 1e3:.1f} ms, n={len(values)}"
+            f"max {max(values) * 1e3:.1f} ms, n={len(values)}; others: {watch.cores:.2f} cores"
         )
 
     def _check_cold(self, before: dict[str, float]) -> None:
@@ -426,7 +436,7 @@ def _add_bounds(
         dram, disk = ttft_s["ours, DRAM", level], ttft_s["ours, disk", level]
         if level <= 4:
             report.check(
-                f"DRAM / peer DRAM at {level}", ratio(dram, ttft_s["peer, DRAM", level]), "<=", 1
+                f"DRAM / peer DRAM at {level}", ratio(dram, ttft_s["peer, DRAM", level]), "<=", 0.95
             )
             report.check(
                 f"DRAM / device hit at {level}", ratio(dram, ttft_s["device hit", level]), "<", 1

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+
+from benchmarks.foreign_cpu import ALLOWED_CORES
 
 _RESAMPLES = 4000
 _CONFIDENCE = 0.95
@@ -62,6 +64,19 @@ class Report:
         if found.low <= bound <= found.high:
             text += " (the interval holds the bound)"
         self.lines.append((is_kept, text))
+
+    def check_quiet(self, foreign_cores: Mapping[str, float]) -> None:
+        """One line for all cells: figures of a machine that others used are no finding."""
+        loud = {cell: cores for cell, cores in foreign_cores.items() if not cores <= ALLOWED_CORES}
+        worst = max(foreign_cores, key=lambda cell: foreign_cores[cell])
+        text = (
+            f"quiet machine: others took at most {foreign_cores[worst]:.2f} cores in a cell "
+            f"({worst}), allowed <= {ALLOWED_CORES:g}"
+        )
+        if loud:
+            text += f"; NOT QUIET in {len(loud)} of {len(foreign_cores)} cells: the figures above "
+            text += "are a suspicion, no finding"
+        self.lines.append((not loud, text))
 
     def print(self) -> bool:
         """Prints one line per bound; returns whether all were kept."""

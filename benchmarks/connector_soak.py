@@ -40,7 +40,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from harness.model import ModelArchitecture, ensure_model
+from harness.campaign.generated_model import ModelArchitecture, ensure_model
 from harness.stats import t_quantile
 from tests.live.vllm_server import (
     BLOCK_TOKENS,

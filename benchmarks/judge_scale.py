@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from harness.evidence.store import RunWriter, TrialWriter
 from harness.records import (
     MetricSample,
     Outcome,
@@ -31,8 +32,7 @@ from harness.records import (
     Schedule,
     canonical_json,
 )
-from harness.store import RunWriter, TrialWriter
-from tests import evidence
+from tests import sealed_runs as evidence
 from tests.campaign_text import SMALL_CAMPAIGN
 
 LIMIT_S = 60.0
@@ -188,8 +188,8 @@ _JUDGE = """
 import json, os, sys, time
 from pathlib import Path
 began = time.monotonic()
-from harness import store
-from harness.judging import judge_directory
+from harness.evidence import store
+from harness.run.judging import judge_directory
 from reports.signoff import render_html
 path = Path(sys.argv[1])
 signoff = judge_directory(path)

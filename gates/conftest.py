@@ -17,13 +17,17 @@ import pytest
 from rich.console import Console
 
 from gates import plugin
-from harness import arms, store
-from harness.console import ConsoleObserver
+from harness.campaign import arms
+from harness.campaign.plan import Plan, make_plan
+from harness.campaign.reading import load_campaign, read_model_config
+from harness.campaign.sections import GATES
+from harness.cli.console import ConsoleObserver
 from harness.errors import HarnessError
-from harness.judge import criterion_ids
-from harness.judging import judge_directory, saved_plan
-from harness.plan import GATES, Plan, load_campaign, make_plan, read_model_config
-from harness.run import CampaignRun, clean_up_dead_runs, model_directory
+from harness.evidence import store
+from harness.judge.signoff import criterion_ids
+from harness.run.campaign_run import CampaignRun, clean_up_dead_runs, model_directory
+from harness.run.checking import saved_plan
+from harness.run.judging import judge_directory
 from harness.verdicts import CriterionResult, SignOff
 from reports.signoff import render_html
 

@@ -11,23 +11,13 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from harness.__main__ import _parser
 from harness.analysis.measures import MEASURES
-from harness.docs import reasons_markdown
-from harness.model import ModelArchitecture
-from harness.plan import (
-    Arm,
-    Campaign,
-    ColdRecovery,
-    CriterionOverride,
-    CriterionSpec,
-    Model,
-    Profile,
-    Server,
-    ValidityBounds,
-    bundled_campaigns,
-    load_campaign,
-)
+from harness.campaign.criteria import CriterionSpec, Profile, ValidityBounds
+from harness.campaign.generated_model import ModelArchitecture
+from harness.campaign.reading import bundled_campaigns, load_campaign
+from harness.campaign.sections import Arm, Campaign, ColdRecovery, CriterionOverride, Model, Server
+from harness.cli.main import _parser
+from harness.cli.reasons_page import reasons_markdown
 from harness.verdicts import REASON_TEXTS, ReasonCode
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -142,7 +132,7 @@ def test_every_reason_is_explained(code: ReasonCode) -> None:
 
 def test_the_reasons_page_is_made_from_the_code() -> None:
     assert DOCS["docs/reasons.md"] == reasons_markdown(), (
-        "run: python -m harness.docs > docs/reasons.md"
+        "run: python -m harness.cli.reasons_page > docs/reasons.md"
     )
 
 
@@ -151,3 +141,23 @@ def test_links_between_pages_lead_somewhere(page: str) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", DOCS[page]):
         if "://" not in target:
             assert (ROOT / page).parent.joinpath(target).exists(), target
+
+
+def test_the_tree_of_the_architecture_is_the_tree() -> None:
+    block = DOCS["docs/architecture.md"].partition("## The tree")[2].partition("\n\nFrom a path")[0]
+    rows = dict(re.findall(r"^    (\S+)\s+(.+)$", block, re.MULTILINE))
+    to_come = {name for name, text in rows.items() if text.startswith("to come")}
+    packages = {
+        f"{path.parent.relative_to(ROOT).as_posix()}/"
+        for top in ("workloads", "reports", "gates", "harness/*")
+        for path in ROOT.glob(f"{top}/__init__.py")
+    }
+    modules = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "harness").glob("*.py")
+        if path.name != "__init__.py"
+    }
+    assert rows.keys() - to_come == packages | modules
+    assert not any((ROOT / name).exists() for name in to_come)
+    for planned in ("soak", "ledger", "placement", "remote control", "advise"):
+        assert planned in block

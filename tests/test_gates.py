@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.judging import judge_directory
+from harness.evidence.store import write_verdict
 from harness.records import RequestRecord, TrialFacts
-from harness.store import write_verdict
+from harness.run.judging import judge_directory
 from tests.campaign_text import SMALL_CAMPAIGN
-from tests.evidence import Doctor, build_run, demo_plan, replace_record
+from tests.sealed_runs import Doctor, build_run, demo_plan, replace_record
 
 ROOT = Path(__file__).resolve().parent.parent
 

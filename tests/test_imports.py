@@ -12,108 +12,34 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = ("harness", "workloads", "gates", "reports")
+
+# The floors of the project, lowest first. A module imports from floors below its own, its own
+# package, and of what lies below only what TABLE names.
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("harness", "harness.errors", "harness.interrupts", "harness.records", "harness.stats"),
+    ("harness.verdicts",),
+    ("harness.connector", "harness.sim", "workloads"),
+    ("harness.campaign", "harness.collectors", "harness.tier", "reports"),
+    ("harness.evidence", "harness.load", "harness.server"),
+    ("harness.analysis",),
+    ("harness.judge",),
+    ("harness.run",),
+    ("harness.cli",),
+    ("gates", "harness.__main__"),
+)
 VALUES = {"harness.records", "harness.verdicts", "harness.errors", "harness.stats"}
 
-# Module or package -> what it may import of ours, and of others. The longest name that fits counts;
-# a package may import its own modules. A package in a set allows all its modules.
+# Package, or a module that differs from its package -> what it may import of ours, and of others.
+# The longest name that fits counts. A package in a set allows all its modules.
 TABLE: dict[str, tuple[set[str], set[str]]] = {
     "harness": (set(), set()),
     "harness.errors": (set(), set()),
+    "harness.interrupts": (set(), set()),
     "harness.stats": (set(), set()),
     "harness.records": (set(), set()),
     "harness.verdicts": ({"harness.records"}, set()),
-    "harness.model": (set(), {"numpy"}),
-    "harness.plan": (VALUES | {"harness.model", "harness.sim.config"}, {"pydantic"}),
+    "workloads": ({"harness.records"}, {"numpy"}),
     "harness.sim": ({"harness.records"}, set()),
-    "harness.interrupts": (set(), set()),
-    "harness.space": ({"harness.plan"}, set()),
-    "harness.ownership": ({"harness.records"}, {"psutil"}),
-    "harness.runs": ({"harness.ownership"}, set()),
-    "harness.arms": ({"harness.plan"}, set()),
-    "harness.lines": ({"harness.records"}, set()),
-    "harness.store": (VALUES | {"harness.lines"}, set()),
-    "harness.data": (set(), set()),
-    "harness.published": (
-        VALUES | {"harness", "harness.plan", "harness.store"},
-        {"pydantic"},
-    ),
-    "harness.exports": (VALUES | {"harness.store"}, {"numpy"}),
-    "harness.power": (VALUES | {"harness.judge", "harness.plan"}, set()),
-    "harness.tier": (
-        {
-            "harness.connector",  # the empty package itself
-            "harness.connector.blockfile",
-            "harness.connector.directories",
-            "harness.connector.keys",
-            "harness.connector.quota",
-            "harness.errors",
-        },
-        set(),
-    ),
-    "harness.tier_upkeep": (
-        {
-            "harness.connector",
-            "harness.connector.blockfile",
-            "harness.connector.directories",
-            "harness.connector.partial_files",
-            "harness.connector.quota",
-            "harness.tier",
-        },
-        set(),
-    ),
-    "harness.tier_screen": ({"harness.tier", "harness.tier_upkeep"}, {"rich"}),
-    "harness.tier_verbs": (
-        {
-            "harness.console",
-            "harness.errors",
-            "harness.tier",
-            "harness.tier_screen",
-            "harness.tier_upkeep",
-        },
-        set(),
-    ),
-    "harness.verbs": (
-        VALUES
-        | {
-            "harness.exports",
-            "harness.judging",
-            "harness.plan",
-            "harness.power",
-            "harness.published",
-            "harness.tier_verbs",
-        },
-        {"rich"},
-    ),
-    "harness.console": ({"harness.plan", "harness.records"}, {"rich"}),
-    "harness.doctor": (
-        {
-            "harness.arms",
-            "harness.errors",
-            "harness.plan",
-            "harness.server.access",
-            "harness.space",
-        },
-        {"psutil"},
-    ),
-    "harness.docs": ({"harness.verdicts"}, set()),
-    "harness.collectors": ({"harness.records"}, {"httpx", "psutil", "prometheus_client"}),
-    "harness.server": (
-        {
-            "harness.arms",
-            "harness.errors",
-            "harness.records",
-            "harness.collectors",
-            "harness.interrupts",
-            "harness.ownership",
-        },
-        {"httpx"},
-    ),
-    "harness.server.supervisor": (set(), set()),
-    "harness.load": (VALUES | {"workloads.prompts"}, set()),
-    "harness.load.locustfile": (
-        {"harness.records", "harness.load"},
-        {"locust", "gevent", "geventhttpclient"},
-    ),
     "harness.connector": (set(), {"vllm", "torch", "numpy", "huggingface_hub"}),
     "harness.connector.peer": (
         {"harness.connector.device", "harness.connector.layout", "harness.connector.peer_copy"},
@@ -122,7 +48,65 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "harness.connector.peer_copy": ({"harness.connector.layout"}, set()),
     "harness.connector.blockfile": (set(), {"xxhash"}),
     "harness.connector.keys": ({"harness.connector.blockfile"}, set()),
-    "harness.controls": (
+    "harness.campaign": (VALUES | {"harness.sim.config"}, {"pydantic"}),
+    "harness.campaign.generated_model": (set(), {"numpy"}),
+    "harness.collectors": ({"harness.records"}, {"httpx", "psutil", "prometheus_client"}),
+    "harness.tier": (
+        {
+            "harness.connector",  # the empty package itself
+            "harness.connector.blockfile",
+            "harness.connector.directories",
+            "harness.connector.keys",
+            "harness.connector.partial_files",
+            "harness.connector.quota",
+            "harness.errors",
+        },
+        set(),
+    ),
+    "reports": ({"harness.records", "harness.verdicts"}, {"jinja2", "matplotlib", "rich"}),
+    "harness.evidence": (VALUES | {"harness", "harness.campaign"}, {"numpy", "pydantic"}),
+    "harness.load": (VALUES | {"workloads.prompts"}, set()),
+    "harness.load.locustfile": (
+        {"harness.records", "harness.load"},
+        {"locust", "gevent", "geventhttpclient"},
+    ),
+    "harness.server": (
+        {
+            "harness.campaign.arms",
+            "harness.errors",
+            "harness.records",
+            "harness.collectors",
+            "harness.interrupts",
+        },
+        {"httpx", "psutil"},
+    ),
+    "harness.server.supervisor": (set(), set()),
+    "harness.analysis": (
+        VALUES - {"harness.errors"}
+        | {"harness.campaign", "harness.evidence.store", "workloads.cold_recovery"},
+        set(),
+    ),
+    "harness.judge": (
+        VALUES - {"harness.errors"} | {"harness.analysis", "harness.campaign"},
+        set(),
+    ),
+    "harness.run": (
+        VALUES
+        | {
+            "harness",  # its version
+            "harness.analysis",
+            "harness.campaign",
+            "harness.collectors",
+            "harness.evidence",
+            "harness.interrupts",
+            "harness.judge",
+            "harness.load",
+            "harness.server",
+            "workloads",
+        },
+        {"httpx", "psutil"},
+    ),
+    "harness.run.controls": (
         {
             "harness.connector",  # the empty package itself
             "harness.connector.blockfile",
@@ -131,85 +115,35 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
         },
         set(),
     ),
-    "harness.analysis": (
-        VALUES - {"harness.errors"} | {"harness.plan", "harness.store", "workloads.cold_recovery"},
-        set(),
-    ),
-    "harness.judge": (VALUES - {"harness.errors"} | {"harness.analysis", "harness.plan"}, set()),
-    "harness.judging": (
-        VALUES | {"harness.analysis", "harness.judge", "harness.plan", "harness.store"},
-        set(),
-    ),
-    "harness.trial": (
-        VALUES
-        | {
-            "harness.collectors",
-            "harness.controls",
-            "harness.interrupts",
-            "harness.load",
-            "harness.plan",
-            "harness.server",
-            "harness.store",
-            "workloads",
-        },
-        {"httpx"},
-    ),
-    "harness.run": (
-        VALUES
-        | {
-            "harness",  # its version
-            "harness.analysis",
-            "harness.arms",
-            "harness.interrupts",
-            "harness.judge",
-            "harness.load",
-            "harness.model",
-            "harness.ownership",
-            "harness.plan",
-            "harness.server",
-            "harness.space",
-            "harness.store",
-            "harness.trial",
-        },
-        {"psutil"},
-    ),
-    "harness.__main__": (
+    "harness.cli": (
         VALUES
         | {
             "harness",
-            "harness.arms",
-            "harness.console",
-            "harness.doctor",
+            "harness.analysis.measures",
+            "harness.campaign",
+            "harness.evidence",
             "harness.interrupts",
-            "harness.judge",
-            "harness.judging",
-            "harness.plan",
+            "harness.judge.power",
             "harness.run",
-            "harness.runs",
-            "harness.server",
-            "harness.store",
-            "harness.verbs",
+            "harness.server.environment",
+            "harness.tier",
             "reports",
         },
         {"rich"},
     ),
-    "workloads": ({"harness.records"}, {"numpy"}),
+    "harness.__main__": ({"harness.cli.main"}, set()),
     "gates": (
         VALUES
         | {
-            "harness.arms",
-            "harness.console",
-            "harness.judge",
-            "harness.judging",
-            "harness.plan",
+            "harness.campaign",
+            "harness.cli.console",
+            "harness.evidence.store",
+            "harness.judge.signoff",
             "harness.run",
-            "harness.store",
-            "gates.plugin",
             "reports",
         },
         {"pytest", "rich"},
     ),
-    "reports": ({"harness.records", "harness.verdicts"}, {"jinja2", "matplotlib", "rich"}),
 }
 # A package's row allows its modules as well, except where only the named ones are meant.
 EXACT = {"harness", "harness.connector"}
@@ -274,6 +208,34 @@ def test_a_module_imports_only_what_the_table_allows(module: str) -> None:
     assert bad_edges(module) == []
 
 
+def floor_of(module: str) -> tuple[int, str]:
+    """Number of the floor, from below, and the package that stands on it."""
+    fitting = [
+        (len(name), level, name)
+        for level, floor in enumerate(FLOORS)
+        for name in floor
+        if f"{module}.".startswith(f"{name}.")
+    ]
+    return max(fitting)[1:]
+
+
+def test_the_table_only_leads_down() -> None:
+    up = []
+    for row, (ours, _others) in TABLE.items():
+        own_floor, package = floor_of(row)
+        for imported in ours:
+            floor, other = floor_of(imported)
+            if floor >= own_floor and other != package:
+                up.append(f"{row} -> {imported}")
+    assert up == []
+
+
+def test_no_module_stands_beside_the_packages() -> None:
+    assert {m for m in MODULES if m.count(".") == 1 and m.startswith("harness.")} == {
+        name for floor in FLOORS for name in floor if name.startswith("harness.")
+    }
+
+
 def test_every_row_of_the_table_has_a_module() -> None:
     assert [row for row in TABLE if row not in MODULES] == []
 
@@ -300,13 +262,16 @@ def test_nothing_of_ours_imports_tests() -> None:
 
 def test_a_forbidden_edge_would_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bad = tmp_path / "signoff.py"
-    bad.write_text("def f():\n    from harness.judge import judge_run\n    import vllm\n")
+    bad.write_text("def f():\n    from harness.judge.signoff import judge_run\n    import vllm\n")
     monkeypatch.setitem(MODULES, "reports.signoff", bad)
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
-    assert bad_edges("reports.signoff") == ["signoff.py:2: harness.judge", "signoff.py:3: vllm"]
+    assert bad_edges("reports.signoff") == [
+        "signoff.py:2: harness.judge.signoff",
+        "signoff.py:3: vllm",
+    ]
 
 
-@pytest.mark.parametrize("module", ["harness.__main__", "gates.conftest", "reports.signoff"])
+@pytest.mark.parametrize("module", ["harness.cli.main", "gates.conftest", "reports.signoff"])
 def test_importing_loads_no_patching_library(module: str) -> None:
     code = (
         f"import sys, {module}; "

@@ -5,12 +5,13 @@ A measure that cannot be computed has value None and says why in ``detail["absen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from harness import stats
 from harness.analysis import oracles
 from harness.analysis.numbers import WAVES, TrialNumbers, select, tier_facts
+from harness.campaign.criteria import CriterionSpec
 from harness.records import Outcome
 from harness.verdicts import Measurement, ReasonCode, Unit, finite_or_inf
 
@@ -431,3 +432,18 @@ MEASURES: Mapping[str, Measure] = {
     "negative_controls_missed": negative_controls_missed,
     "fits_device_hit_share": fits_device_hit_share,
 }
+
+
+def unknown_measures(criteria: Iterable[CriterionSpec]) -> list[str]:
+    """Problems of a criteria file that asks for what nobody computes; known before a run."""
+    known = ", ".join(sorted(MEASURES))
+    problems = []
+    for spec in criteria:
+        where = f"criteria.{spec.id}"
+        if spec.measure not in MEASURES:
+            problems.append(f"{where}.measure: found {spec.measure!r}; allowed: {known}")
+        if spec.measure in COMPARING and spec.baseline is None:
+            problems.append(f"{where}.baseline: found none; measure {spec.measure} compares arms")
+        if spec.measure in OF_WAVES and not spec.per_level:
+            problems.append(f"{where}.per_level: found false; waves of several levels do not mix")
+    return problems

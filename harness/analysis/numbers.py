@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
 from harness import stats
+from harness.evidence.store import TrialEvidence
 from harness.records import (
     Event,
     MetricSample,
@@ -19,7 +20,6 @@ from harness.records import (
     ServerFacts,
     TrialFacts,
 )
-from harness.store import TrialEvidence
 
 # Measured phase of each workload, and the marks between which its counters are read.
 MEASURED: Mapping[str, tuple[str, str, str]] = {
@@ -177,6 +177,11 @@ class TrialNumbers:
 def _ttft(record: RequestRecord) -> float:
     value = record.ttft_s
     return value if record.outcome is Outcome.OK and value is not None else math.inf
+
+
+def measure_run(trials: Sequence[TrialEvidence]) -> tuple[TrialNumbers, ...]:
+    """The numbers of every trial, in order. Raises EvidenceError on malformed evidence."""
+    return tuple(trial_numbers(trial) for trial in trials)
 
 
 def trial_numbers(evidence: TrialEvidence) -> TrialNumbers:

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from harness import stats
-from harness.plan import CriterionSpec
+from harness.campaign.criteria import CriterionSpec
 from harness.verdicts import Bound, Measurement, Reason, ReasonCode, Verdict, finite_or_inf
 
 # Large-effect rule of cpu-demo: every repetition clears (or misses) the target by this factor.

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from harness import stats
 from harness.analysis.numbers import TrialNumbers, select
-from harness.plan import Plan, ValidityBounds
+from harness.campaign.criteria import ValidityBounds
+from harness.campaign.plan import Plan
 from harness.records import ServerFacts
 from harness.verdicts import Check, Reason, ReasonCode
 

@@ -22,13 +22,14 @@ from typing import Protocol, Self
 
 import httpx
 
-from harness import interrupts, ownership
-from harness.arms import SERVED_MODEL_NAME, LaunchSpec
+from harness import interrupts
+from harness.campaign.arms import SERVED_MODEL_NAME, LaunchSpec
 from harness.errors import ServerError, ServerExited, ServerSilent, StartTimeout
-from harness.ownership import OwnedProcess, OwnedServer, start_ticks
 from harness.records import ProcessFacts, ServerFacts
+from harness.server import processes
 from harness.server.access import Access
 from harness.server.facts import effective_configuration, error_lines
+from harness.server.processes import OwnedProcess, OwnedServer, start_ticks
 
 logger = logging.getLogger(__name__)
 
@@ -257,11 +258,11 @@ class ManagedServer:
 
     def facts(self) -> ServerFacts:
         """What was asked for and what the server itself says, read back now."""
-        processes = []
+        found = []
         for pid in self.pids():
-            stat = ownership.stat_fields(pid)
+            stat = processes.stat_fields(pid)
             if stat is not None:  # a short-lived child may have ended in between
-                processes.append(ProcessFacts(pid, int(stat[1][19]), stat[0]))
+                found.append(ProcessFacts(pid, int(stat[1][19]), stat[0]))
         try:
             effective, versions = effective_configuration(
                 self.access, self.log_text(), timeout_s=self._answer_deadline_s
@@ -275,14 +276,14 @@ class ManagedServer:
             argv=(*self.spec.argv, "--port", str(self.port)),
             environment=self.spec.recorded_environment(),
             effective=effective,
-            processes=tuple(processes),
+            processes=tuple(found),
             versions=versions,
         )
 
     def pids(self) -> list[int]:
         """The server's process and all its descendants, without the supervisor."""
         self._note_tree()
-        return [] if self._supervisor is None else ownership.descendants(self._supervisor.pid)
+        return [] if self._supervisor is None else processes.descendants(self._supervisor.pid)
 
     def log_text(self, start: int = 0) -> str:
         """The captured log from a byte offset on."""
@@ -314,7 +315,7 @@ class ManagedServer:
         # Only with the supervisor gone before its time is anything left. A pid alone may be reused
         # by now; together with its start time it is the process we saw.
         seen = [OwnedProcess(pid, ticks) for pid, ticks in self._seen_processes.items()]
-        left = tuple(process.pid for process in ownership.kill(seen))
+        left = tuple(process.pid for process in processes.kill(seen))
         shared = sorted(path for path in self._seen_shared_memory if os.path.exists(path))
         for path in shared:
             with contextlib.suppress(OSError):
@@ -348,7 +349,7 @@ class ManagedServer:
         """
         supervisor = supervisor or self._supervisor
         before = len(self._seen_processes), len(self._seen_shared_memory)
-        for pid in [] if supervisor is None else ownership.descendants(supervisor.pid):
+        for pid in [] if supervisor is None else processes.descendants(supervisor.pid):
             ticks = start_ticks(pid)
             if ticks is not None:
                 self._seen_processes[pid] = ticks
@@ -365,7 +366,7 @@ class ManagedServer:
             self._tell_tree()
 
     def _tell_tree(self) -> None:
-        shared = (ownership.owned_path(path) for path in sorted(self._seen_shared_memory))
+        shared = (processes.owned_path(path) for path in sorted(self._seen_shared_memory))
         self._on_tree(
             OwnedServer(
                 arm=self.spec.arm,

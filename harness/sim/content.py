@@ -77,7 +77,7 @@ def output_token(
 def damaged(
     control: str, payloads: Sequence[bytes], donor: Sequence[bytes], *, layers: int
 ) -> dict[int, bytes]:
-    """Payloads with one planted fault, by index; the same five as `harness.controls` plants.
+    """Payloads with one planted fault, by index; the same five as `harness.run.controls` plants.
 
     Raises ValueError on an unknown control.
     """

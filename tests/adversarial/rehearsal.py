@@ -10,13 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.judging import judge_directory
-from harness.model import ensure_model
-from harness.plan import Arm, Plan, make_plan, parse_campaign, read_model_config
+from harness.campaign.generated_model import ensure_model
+from harness.campaign.plan import Plan, make_plan
+from harness.campaign.reading import parse_campaign, read_model_config
+from harness.campaign.sections import Arm
+from harness.evidence.store import TrialEvidence, open_run
 from harness.records import TrialFacts
-from harness.run import CampaignRun
+from harness.run.campaign_run import CampaignRun
+from harness.run.judging import judge_directory
 from harness.sim.truth import TruthRecord, read_truth
-from harness.store import TrialEvidence, open_run
 from harness.verdicts import SignOff
 
 CANDIDATE = "tiered_disk"

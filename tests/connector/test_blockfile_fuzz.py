@@ -35,7 +35,7 @@ from harness.connector.blockfile import (
 )
 from harness.connector.file_store import FileStore
 from harness.connector.keys import block_path, namespace_of
-from harness.tier_upkeep import Outcome, check_files
+from harness.tier.upkeep import Outcome, check_files
 
 FACTS = {"model": "fuzzed"}
 NAMESPACE = namespace_of(FACTS)

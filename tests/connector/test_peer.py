@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness import arms
+from harness.campaign import arms
+from harness.campaign.generated_model import model_config
+from harness.campaign.plan import make_plan
+from harness.campaign.reading import load_campaign
+from harness.campaign.sections import Arm
 from harness.connector.layout import CacheTensor, LayoutError
 from harness.connector.peer_copy import RowCopies
-from harness.model import model_config
-from harness.plan import Arm, load_campaign, make_plan
 from tests.campaign_text import SMALL_CAMPAIGN
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from harness.ownership import is_live, read_owner
+from harness.run.ownership import is_live, read_owner
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LEFT_WITHIN_S = 30.0

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from harness.store import RunWriter
+from harness.evidence.store import RunWriter
 
 WATCHED = {"open", "os.rename", "os.remove", "os.truncate", "os.rmdir"}
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from harness import store
-from harness.__main__ import main
-from harness.judging import judge_directory
-from harness.store import open_run
+from harness.cli.main import main
+from harness.evidence import store
+from harness.evidence.store import open_run
+from harness.run.judging import judge_directory
 from harness.verdicts import ReasonCode, Verdict
 from tests.drills import fake
 from tests.drills.fake import FakeSite, make_site

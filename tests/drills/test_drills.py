@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.judging import judge_directory
+from harness.run.judging import judge_directory
 from harness.verdicts import Verdict
 from tests.drills import table
 from tests.drills.drill import SIGNALS, Drill, last_trial, wait_until

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from harness.store import open_run, read_verdict
+from harness.evidence.store import open_run, read_verdict
 from tests.drills.drill import REPOSITORY
 
 KEY = "sk-planted-7c1f0a9be2d84"

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from harness import doctor, trial
-from harness.__main__ import main
-from harness.judging import judge_directory
-from harness.store import open_run, read_verdict
+from harness.cli.main import main
+from harness.evidence.store import open_run, read_verdict
+from harness.run import doctor, trial
+from harness.run.judging import judge_directory
 from harness.verdicts import ReasonCode, Verdict
 from tests.campaign_text import SMALL_CAMPAIGN
 from tests.drills import fake
 from tests.drills.fake import CAMPAIGN, FakeSite, make_site
-from tests.evidence import build_run, demo_plan
+from tests.sealed_runs import build_run, demo_plan
 
 MakeSite = Callable[..., FakeSite]
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from harness import ownership
-from harness.ownership import OwnedProcess, OwnedServer, RunOwner, dead_runs, is_live, owned_path
+from harness.run.ownership import RunOwner, dead_runs, is_live
+from harness.server import processes
+from harness.server.processes import OwnedProcess, OwnedServer, owned_path
 
 SLEEPER = [sys.executable, "-c", "import threading; print(flush=True); threading.Event().wait()"]
 
@@ -35,7 +36,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def of(process: subprocess.Popen[bytes]) -> OwnedProcess:
-    ticks = ownership.start_ticks(process.pid)
+    ticks = processes.start_ticks(process.pid)
     assert ticks is not None
     return OwnedProcess(process.pid, ticks)
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.__main__ import main
-from harness.ownership import RunOwner
-from harness.runs import RunState, list_runs, prune, run_state
+from harness.cli.main import main
+from harness.run.listing import RunState, list_runs, prune, run_state
+from harness.run.ownership import RunOwner
 from tests.campaign_text import SMALL_CAMPAIGN
-from tests.evidence import build_run, demo_plan
+from tests.sealed_runs import build_run, demo_plan
 
 
 @pytest.fixture(scope="module")

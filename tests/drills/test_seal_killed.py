@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from harness.evidence.store import RunWriter, TrialWriter, open_run
 from harness.records import Event
-from harness.store import RunWriter, TrialWriter, open_run
 from tests.campaign_text import SMALL_CAMPAIGN
 from tests.drills.drill import REPOSITORY
 from tests.drills.seal_script import seal
-from tests.evidence import build_run, demo_plan
+from tests.sealed_runs import build_run, demo_plan
 
 SCRIPT = Path(__file__).with_name("seal_script.py")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.arms import default_home
-from harness.model import ModelArchitecture, ensure_model
+from harness.campaign.arms import default_home
+from harness.campaign.generated_model import ModelArchitecture, ensure_model
 
 # One variable names the interpreter for all live tests; the default is what `kvgate setup` made.
 os.environ.setdefault("KVGATE_VLLM_PYTHON", str(default_home() / "vllm" / "bin" / "python"))

@@ -25,7 +25,7 @@ import pytest
 
 from harness.connector.blockfile import read_block, write_block
 from harness.connector.keys import block_path, chain_keys
-from harness.controls import TierFiles, planted
+from harness.run.controls import TierFiles, planted
 from tests.live.vllm_server import (
     BLOCK_TOKENS,
     Answer,

@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from harness.model import ModelArchitecture
+from harness.campaign.generated_model import ModelArchitecture
 from harness.server.environment import VLLM_CPU_VERSION
 from tests.live.connector_faults import CONCURRENCIES, DRILLS, Drill, all_sessions
 from tests.live.connector_page import VARIABLE, Page, Row

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.model import ModelArchitecture
+from harness.campaign.generated_model import ModelArchitecture
 from tests.live.connector_rig import (
     BLOCKS,
     RESTORED_TOKENS,

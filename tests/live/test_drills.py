@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.judging import judge_directory
+from harness.run.judging import judge_directory
 from harness.server.environment import VLLM_CPU_VERSION
 from harness.verdicts import Verdict
 from tests.drills import table

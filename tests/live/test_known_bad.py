@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.judging import judge_directory
-from harness.store import read_verdict
+from harness.evidence.store import read_verdict
+from harness.run.judging import judge_directory
 from harness.verdicts import CriterionResult, ReasonCode, SignOff, Verdict
 from tests.live import campaigns
 from tests.live.campaigns import BUNDLED, TIERED_DISK, tiered

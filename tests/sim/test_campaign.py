@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from harness import arms
+from harness.campaign import arms
+from harness.campaign.generated_model import model_config
+from harness.campaign.plan import Plan, make_plan
+from harness.campaign.reading import load_campaign, parse_campaign
 from harness.errors import PlanError
-from harness.judge import judge_run
-from harness.model import model_config
-from harness.plan import Plan, load_campaign, make_plan, parse_campaign
+from harness.judge.signoff import judge_run
+from harness.run.trial import trial_figures
 from harness.sim.config import parse_config
-from harness.trial import trial_figures
 
 
 def rehearsal() -> Plan:

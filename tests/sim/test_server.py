@@ -13,12 +13,12 @@ from typing import Any
 import httpx
 import pytest
 
-from harness.arms import LaunchSpec
+from harness.campaign.arms import LaunchSpec
+from harness.campaign.generated_model import ModelArchitecture, model_config
 from harness.collectors.process import read_processes, with_simulated_reads
 from harness.collectors.prometheus import METRICS, samples_from_page
 from harness.load.completion import CompletionStream
 from harness.load.sse import SseParser
-from harness.model import ModelArchitecture, model_config
 from harness.records import RecordError
 from harness.server.managed import ManagedServer
 from harness.sim.config import parse_config

@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from harness.__main__ import main
+from harness.cli.main import main
 from harness.connector.blockfile import BlockHeader, file_bytes, write_block
 from harness.connector.keys import block_path, namespace_of
-from harness.tier_upkeep import Checked, Outcome, check_files, plan_prune
+from harness.tier.upkeep import Checked, Outcome, check_files, plan_prune
 
 NOW_NS = 1_800_000_000 * 10**9
 DAY_S = 86400

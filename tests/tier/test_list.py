@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from harness import tier
 from harness.connector.blockfile import BlockFault
 from harness.connector.quota import USAGE_NAME
 from harness.errors import PlanError
-from harness.tier import describe, resolve_namespaces, survey
-from harness.tier_upkeep import Outcome
+from harness.tier import listing as tier
+from harness.tier.listing import describe, resolve_namespaces, survey
+from harness.tier.upkeep import Outcome
 from tests.tier.directory import (
     DAY_S,
     FILE_BYTES,
@@ -300,7 +300,7 @@ def test_everything_a_user_can_meet_is_documented() -> None:
 
 def test_json_survives_a_reader_that_has_seen_enough(root: Path) -> None:
     add_namespace(root)
-    code = "import sys; from harness.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from harness.cli.main import main; sys.exit(main(sys.argv[1:]))"
     read_end, write_end = os.pipe()
     os.close(read_end)
     try:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from harness import tier_verbs
+from harness.cli import tier_verbs
 from harness.connector import partial_files
 from harness.connector.blockfile import PAGE_BYTES
 from harness.connector.quota import DirectoryQuota
-from harness.tier import survey
-from harness.tier_upkeep import Outcome, plan_prune, remove
+from harness.tier.listing import survey
+from harness.tier.upkeep import Outcome, plan_prune, remove
 from tests.tier.directory import (
     DAY_S,
     FILE_BYTES,

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from harness import tier_upkeep, tier_verbs
+from harness.cli import tier_verbs
 from harness.connector.blockfile import PAGE_BYTES
 from harness.connector.keys import block_path
-from harness.tier import Kind, walk
-from harness.tier_upkeep import Checked, Outcome, check_files, plan_prune, remove
+from harness.tier import upkeep as tier_upkeep
+from harness.tier.listing import Kind, walk
+from harness.tier.upkeep import Checked, Outcome, check_files, plan_prune, remove
 from tests.tier.directory import (
     DAY_S,
     NOW_NS,

@@ -13,8 +13,8 @@ import pytest
 
 from harness.connector.blockfile import PAGE_BYTES, BlockHeader, write_block
 from harness.connector.keys import block_path
-from harness.tier import survey
-from harness.tier_upkeep import Outcome
+from harness.tier.listing import survey
+from harness.tier.upkeep import Outcome
 from tests.tier.directory import (
     FILE_BYTES,
     NOW_NS,

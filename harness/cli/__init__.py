@@ -1,0 +1,1 @@
+"""The command line: parsers, verbs and screens. Decides nothing."""

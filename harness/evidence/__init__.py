@@ -1,0 +1,1 @@
+"""What a run leaves: files, digests, seals; imported into it and exported from it."""
