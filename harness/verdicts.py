@@ -15,7 +15,7 @@ from typing import Any
 from harness.records import Record, later
 
 # Raise with every change that can alter a verdict on unchanged evidence (CHANGELOG, "Verdicts").
-JUDGE_VERSION = "1"
+JUDGE_VERSION = "2"
 
 
 class Verdict(enum.Enum):
