@@ -14,6 +14,7 @@ import pytest
 from harness.evidence.store import write_verdict
 from harness.records import RequestRecord, TrialFacts
 from harness.run.judging import judge_directory
+from harness.verdicts import JUDGE_VERSION
 from tests.campaign_text import SMALL_CAMPAIGN
 from tests.sealed_runs import Doctor, build_run, demo_plan, replace_record
 
@@ -136,7 +137,7 @@ def test_the_junit_file_tells_value_and_bound(clean: tuple[Path, Session]) -> No
 
 def test_pytest_and_the_command_line_write_the_same_verdict(clean: tuple[Path, Session]) -> None:
     run, _session = clean
-    by_pytest = (run / "verdicts" / "1.json").read_bytes()
+    by_pytest = (run / "verdicts" / f"{JUDGE_VERSION}.json").read_bytes()
     assert write_verdict(run, judge_directory(run)).read_bytes() == by_pytest
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from harness.cli.main import main
 from harness.records import RequestRecord, TrialFacts
+from harness.verdicts import JUDGE_VERSION
 from tests.campaign_text import SMALL_CAMPAIGN
 from tests.sealed_runs import Doctor, build_run, demo_plan, replace_record
 
@@ -116,7 +117,7 @@ def test_a_clean_run_passes_with_no_other_flag(
     clean: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["judge", str(clean)]) == 0
-    verdict = json.loads((clean / "verdicts" / "1.json").read_text())
+    verdict = json.loads((clean / "verdicts" / f"{JUDGE_VERSION}.json").read_text())
     assert verdict["verdict"] == "PASS"
     assert [gate["gate"] for gate in verdict["gates"]] == ["g1", "g3"]
     assert "PASS" in capsys.readouterr().out
@@ -124,15 +125,15 @@ def test_a_clean_run_passes_with_no_other_flag(
 
 def test_judging_again_writes_the_same_bytes(clean: Path) -> None:
     main(["judge", str(clean)])
-    first = (clean / "verdicts" / "1.json").read_bytes()
+    first = (clean / "verdicts" / f"{JUDGE_VERSION}.json").read_bytes()
     main(["judge", str(clean)])
-    assert (clean / "verdicts" / "1.json").read_bytes() == first
+    assert (clean / "verdicts" / f"{JUDGE_VERSION}.json").read_bytes() == first
 
 
 def test_wrong_output_stops_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = build_run(tmp_path / "runs", Doctor(record=fails_all), demo_plan(SMALL_CAMPAIGN))
     assert main(["judge", str(run)]) == 1
-    assert json.loads((run / "verdicts" / "1.json").read_text())["verdict"] == "STOP"
+    assert json.loads((run / "verdicts" / f"{JUDGE_VERSION}.json").read_text())["verdict"] == "STOP"
     assert "STOP" in capsys.readouterr().out
 
 
@@ -142,7 +143,7 @@ def test_an_altered_run_is_inconclusive_with_2(
     path = next((clean / "trials").glob("*-populate-*")) / "requests.jsonl"
     path.write_text(path.read_text().replace('"outcome":"ok"', '"outcome":"failed"', 1))
     assert main(["judge", str(clean)]) == 2
-    verdict = json.loads((clean / "verdicts" / "1.json").read_text())
+    verdict = json.loads((clean / "verdicts" / f"{JUDGE_VERSION}.json").read_text())
     assert verdict["verdict"] == "INCONCLUSIVE"
     (reason,) = verdict["gates"][0]["reasons"]
     assert reason["code"] == "evidence.altered"

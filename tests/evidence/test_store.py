@@ -35,7 +35,7 @@ from harness.records import (
     canonical_json,
 )
 from harness.run.judging import judge_directory
-from harness.verdicts import ReasonCode, Verdict
+from harness.verdicts import JUDGE_VERSION, ReasonCode, Verdict
 
 STARTED = datetime(2026, 11, 30, 12, 0, tzinfo=UTC)
 FACTS = TrialFacts(0, "g3", "tiered", "cold_recovery", 1, 1)
@@ -348,7 +348,7 @@ def test_verdict_and_report_may_be_added_and_evidence_stays_good(run: Path) -> N
     before = open_run(run).digest
     signoff = judge_directory(run)
     path = write_verdict(run, signoff)
-    assert path == run / "verdicts" / "1.json"
+    assert path == run / "verdicts" / f"{JUDGE_VERSION}.json"
     assert read_verdict(run) == signoff
     assert write_report(run, "<html>").read_text() == "<html>"
     assert open_run(run).digest == before

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from harness.verdicts import JUDGE_VERSION
 from tests.campaign_text import SMALL_CAMPAIGN
 from tests.sealed_runs import build_run, demo_plan
 
@@ -35,5 +36,5 @@ def test_verdict_bytes_depend_on_nothing_but_the_evidence(tmp_path: Path) -> Non
             timeout=120,
         )
         assert result.returncode == 0, result.stderr.decode(errors="replace")
-        seen.add((path / "verdicts" / "1.json").read_bytes())
+        seen.add((path / "verdicts" / f"{JUDGE_VERSION}.json").read_bytes())
     assert len(seen) == 1

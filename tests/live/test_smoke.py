@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from harness.evidence.store import read_verdict
-from harness.verdicts import SignOff, Verdict
+from harness.verdicts import JUDGE_VERSION, SignOff, Verdict
 from tests.live import campaigns
 
 pytestmark = pytest.mark.live
@@ -72,7 +72,7 @@ def test_report_is_written(run_path: Path) -> None:
 
 
 def test_judging_again_without_vllm_gives_the_same_bytes(run_path: Path) -> None:
-    verdict = run_path / "verdicts" / "1.json"
+    verdict = run_path / "verdicts" / f"{JUDGE_VERSION}.json"
     before = verdict.read_bytes()
     subprocess.run(
         [sys.executable, "-m", "harness", "judge", str(run_path)],
