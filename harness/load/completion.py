@@ -2,7 +2,8 @@
 
 Judges nothing: `outcome.classify` does. The first token is the first of any channel (content,
 reasoning, tool call), never a role chunk or an empty delta. Counts of tokens come from ``usage``
-alone; what is absent stays None.
+alone; what is absent stays None, and what was told stays told: a later usage without a count takes
+nothing back.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import json
 from typing import Any, NoReturn
 
+from harness.load.sse import ErrorEvent
 from harness.records import digest
 
 DONE = "[DONE]"
@@ -73,7 +75,9 @@ class CompletionStream:
 
     def end(self, unfinished_event: str | None) -> None:
         """The stream is over; ``unfinished_event`` is what `SseParser.close` returned."""
-        if unfinished_event is not None and unfinished_event.strip() == DONE:
+        if isinstance(unfinished_event, ErrorEvent):
+            self._fail(unfinished_event)
+        elif unfinished_event is not None and unfinished_event.strip() == DONE:
             self.is_done = True
 
     def mark_malformed(self, problem: str) -> None:
@@ -81,7 +85,14 @@ class CompletionStream:
         if self.malformed is None:
             self.malformed = problem[:_DETAIL_CHARS]
 
+    def _fail(self, event: str) -> None:
+        if self.server_error is None:
+            self.server_error = event[:_DETAIL_CHARS] or "an error event without data"
+
     def _fold(self, t_ns: int, event: str) -> None:
+        if isinstance(event, ErrorEvent):
+            self._fail(event)
+            return
         if not event.startswith("{"):
             stripped = event.strip()
             if stripped == DONE:
@@ -94,9 +105,9 @@ class CompletionStream:
             raise _Malformed(f"event is not JSON ({error}): {event[:_DETAIL_CHARS]!r}") from error
         if not isinstance(message, dict):
             raise _Malformed(f"event is not an object: {event[:_DETAIL_CHARS]!r}")
-        if message.get("error") or message.get("object") == "error":
-            if self.server_error is None:
-                self.server_error = event[:_DETAIL_CHARS]
+        # An empty error object is an error too; only null and false say that there is none.
+        if message.get("error") not in (None, False) or message.get("object") == "error":
+            self._fail(event)
             return
         if self.is_done:
             raise _Malformed(f"event after {DONE}: {event[:_DETAIL_CHARS]!r}")
@@ -110,10 +121,15 @@ class CompletionStream:
     def _fold_usage(self, usage: Any) -> None:
         usage = _object(usage, "usage")
         self.has_usage = True
-        self.prompt_tokens = _count(usage.get("prompt_tokens"), "prompt_tokens")
-        self.completion_tokens = _count(usage.get("completion_tokens"), "completion_tokens")
-        details = _object(usage.get("prompt_tokens_details") or {}, "prompt_tokens_details")
-        self.cached_tokens = _count(details.get("cached_tokens"), "cached_tokens")
+        details = usage.get("prompt_tokens_details")
+        details = {} if details is None else _object(details, "prompt_tokens_details")
+        for name, holder in (
+            ("prompt_tokens", usage),
+            ("completion_tokens", usage),
+            ("cached_tokens", details),
+        ):
+            if (told := _count(holder.get(name), name)) is not None:
+                setattr(self, name, told)
 
     def _fold_choice(self, t_ns: int, choice: dict[str, Any]) -> None:
         finish_reason = choice.get("finish_reason")

@@ -2,9 +2,10 @@
 
 Follows the event stream format of the HTML standard where measured clients went wrong
 (docs/adr/0005): any of LF, CR and CRLF ends a line, also when a chunk boundary falls between CR and
-LF; one space after the colon is optional; comments and the fields event, id and retry are ignored;
-several data lines make one event. Bytes are decoded only once an event is whole, so that neither a
-split character nor U+2028, U+2029 or U+0085 matters.
+LF; one space after the colon is optional; comments and the fields id and retry are ignored;
+several data lines make one event. Of the event types only ``error`` matters here: such an event
+says that the server failed, whatever its data and also without any. Bytes are decoded only once an
+event is whole, so that neither a split character nor U+2028, U+2029 or U+0085 matters.
 """
 
 from __future__ import annotations
@@ -16,6 +17,13 @@ MAX_EVENT_BYTES = 64 * 2**20
 _LINE_END = re.compile(rb"\r\n?|\n")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _LINE_FEED = 0x0A
+_ERROR = b"error"
+
+
+class ErrorEvent(str):
+    """Data of an event whose type is ``error``; empty where it had none."""
+
+    __slots__ = ()
 
 
 class SseError(ValueError):
@@ -34,11 +42,12 @@ class SseParser:
         self._line_bytes = 0
         self._lines: list[bytes] = []
         self._lines_bytes = 0
+        self._type = b""
         self._at_start = True
         self._swallow_line_feed = False
 
     def feed(self, chunk: bytes) -> list[str]:
-        """The data of the events that end within this chunk, in order.
+        """The data of the events that end within this chunk, in order; `ErrorEvent` for an error.
 
         Raises:
             SseError: an event exceeds the bound or is not UTF-8.
@@ -63,7 +72,7 @@ class SseParser:
         """Data of the event the stream ended inside of; None when it ended between events.
 
         The standard drops such an event. The caller gets to see it because a last ``[DONE]``
-        without its blank line still says that the server was finished.
+        without its blank line still says that the server was finished, and an error that it failed.
         """
         line = self._take_line()
         if line.startswith(b":"):
@@ -71,7 +80,10 @@ class SseParser:
         inside = bool(line or self._lines)
         if line:
             self._take_field(line)
-        return b"\n".join(self._lines).decode("utf-8", "replace") if inside else None
+        text = b"\n".join(self._lines).decode("utf-8", "replace")
+        if self._type == _ERROR:
+            return ErrorEvent(text)
+        return text if inside else None
 
     def _is_one_plain_event(self, chunk: bytes) -> bool:
         """Nothing is begun and the chunk is ``data: ...`` with its blank line: the usual case.
@@ -85,7 +97,9 @@ class SseParser:
             and chunk.endswith(b"\n\n")
             and b"\r" not in chunk
             and len(chunk) <= self._max_event_bytes
-            and not (self._line or self._lines or self._swallow_line_feed or self._at_start)
+            and not (
+                self._line or self._lines or self._type or self._swallow_line_feed or self._at_start
+            )
         )
 
     def _append(self, piece: bytes) -> None:
@@ -110,12 +124,13 @@ class SseParser:
         if line:
             self._take_field(line)
             return None
-        if not self._lines:
+        kind, self._type = self._type, b""
+        if not self._lines and kind != _ERROR:
             return None
         whole = b"\n".join(self._lines)
         self._lines.clear()
         self._lines_bytes = 0
-        return _decode(whole)
+        return ErrorEvent(_decode(whole)) if kind == _ERROR else _decode(whole)
 
     def _take_field(self, line: bytes) -> None:
         name, _, value = line.partition(b":")
@@ -123,6 +138,8 @@ class SseParser:
             self._lines.append(value.removeprefix(b" "))
             # One more for the line end, so that endless empty data lines are bounded too.
             self._lines_bytes += len(value) + 1
+        elif name == b"event":
+            self._type = value.removeprefix(b" ")
 
 
 def _decode(whole: bytes) -> str:

@@ -349,3 +349,57 @@ def test_no_event_makes_the_interpreter_raise(events: list[str]) -> None:
     stream.end(None)
     assert verdict([])[0] is Outcome.FAILED
     assert stream.output_digest is None or len(stream.output_digest) == 64
+
+
+# --- what is absent -------------------------------------------------------------------
+
+ERROR_EVENTS = {
+    "text": b"event: error\ndata: overloaded\n\n",
+    "a token": b"event: error\n" + text("e"),
+    "null": b"event: error\ndata: null\n\n",
+    "the terminator": b"event: error\n" + DONE,
+    "no data": b"event: error\n\n",
+    "cut off": b"event: error\n",
+    "an empty error object": event({"error": {}}),
+    "an empty error text": event({"error": ""}),
+}
+
+
+@pytest.mark.parametrize("name", ERROR_EVENTS)
+def test_an_error_event_is_an_error_whatever_its_data(name: str) -> None:
+    assert verdict([*GOOD, ERROR_EVENTS[name]]) == failed(ErrorKind.SERVER_ERROR)
+
+
+@pytest.mark.parametrize("said", [None, False])
+def test_no_error_is_no_error(said: Any) -> None:
+    assert verdict([event({"error": said, "choices": []}), *GOOD]) == (Outcome.OK, None)
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        {"prompt_tokens": 16, "completion_tokens": 4},
+        {"prompt_tokens": 16, "completion_tokens": 4, "prompt_tokens_details": None},
+        {"prompt_tokens": 16, "completion_tokens": 4, "prompt_tokens_details": {}},
+        {"prompt_tokens_details": {"cached_tokens": None}},
+        {"prompt_tokens": None, "completion_tokens": None},
+        {},
+    ],
+)
+def test_a_later_usage_takes_nothing_back(later: dict[str, Any]) -> None:
+    told = usage(prompt_tokens_details={"cached_tokens": 8})
+    stream = replay_all([*GOOD[:4], told, event({"choices": [], "usage": later}), DONE])
+    counts = (stream.prompt_tokens, stream.completion_tokens, stream.cached_tokens)
+    assert counts == (16, 4, 8)
+
+
+def test_a_later_count_replaces_an_earlier_one() -> None:
+    first, last = (usage(prompt_tokens_details={"cached_tokens": n}) for n in (8, 0))
+    assert replay_all([*GOOD[:4], first, last, DONE]).cached_tokens == 0
+
+
+@pytest.mark.parametrize("details", [[], 0, False, "", True])
+def test_details_that_are_no_object_are_malformed(details: Any) -> None:
+    stream = replay_all([usage(prompt_tokens_details=details)])
+    assert stream.malformed is not None
+    assert stream.cached_tokens is None

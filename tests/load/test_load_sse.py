@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.load.sse import SseError, SseParser
+from harness.load.sse import ErrorEvent, SseError, SseParser
 
 A, B = '{"text":"hello world é漢😀"}', '{"usage":{"prompt_tokens":3}}'
 SEPARATORS = '{"text":"a\u2028b\u2029c\u0085d"}'
@@ -137,3 +137,41 @@ def test_any_bytes_in_any_chunks_give_the_same_and_no_foreign_error(
     edges = [0, *cuts, len(raw)]
     chunks = [raw[a:b] for a, b in itertools.pairwise(edges)]
     assert outcome_of(chunks) == outcome_of([raw])
+
+
+ERRORS: dict[str, tuple[str, list[str]]] = {
+    "with text": ("event: error\ndata: overloaded\n\n", ["overloaded"]),
+    "with JSON that looks like a token": (f"event:error\ndata: {A}\n\n", [A]),
+    "after its data": (f"data: {A}\nevent: error\n\n", [A]),
+    "with the terminator as data": ("event: error\ndata: [DONE]\n\n", ["[DONE]"]),
+    "without data": ("event: error\n\n", [""]),
+    "carriage returns": ("event: error\r\rdata: x\r\r", ["", "x"]),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_error_event_is_told_apart_whatever_its_data(name: str) -> None:
+    text, events = ERRORS[name]
+    raw = text.encode()
+    for chunks in ([raw], [raw[i : i + 1] for i in range(len(raw))], [raw[:9], raw[9:]]):
+        found, begun = parse(*chunks)
+        assert found == events
+        assert isinstance(found[0], ErrorEvent)
+        assert begun is None
+
+
+def test_the_type_of_one_event_is_not_that_of_the_next() -> None:
+    found, _ = parse(b"event: error\ndata: a\n\n", b"data: b\n\n")
+    assert [isinstance(event, ErrorEvent) for event in found] == [True, False]
+    # The usual case is told apart by its bytes alone: a type that came before must not get lost.
+    found, _ = parse(b"data: a\n\n", b"event: error\n", b"data: b\n\n")
+    assert [isinstance(event, ErrorEvent) for event in found] == [False, True]
+    # The last type line of an event counts, and an event without data ends the type as well.
+    found, _ = parse(b"event: error\nevent: token\ndata: a\n\nevent: x\n\ndata: b\n\n")
+    assert found == ["a", "b"]
+    assert not any(isinstance(event, ErrorEvent) for event in found)
+
+
+@pytest.mark.parametrize("raw", [b"event: error\n", b"event: error\ndata: half", b"event: error"])
+def test_a_stream_that_ends_inside_an_error_event_tells_the_error(raw: bytes) -> None:
+    assert isinstance(parse(b"data: a\n\n", raw)[1], ErrorEvent)
