@@ -145,7 +145,7 @@ class JudgeCriterion:
             lines = "\n".join(f"  {r.code.value}: {r.text}" for r in reasons)
             pytest.fail(f"{criterion_id}: not judged\n{lines}", pytrace=False)
         result = found[0]
-        bound = f"{result.bound.comparison} {result.bound.target:g}"
+        bound = str(result.bound)
         for name, value in (
             ("verdict", result.verdict.value),
             ("value", result.measurement.value),
@@ -154,6 +154,8 @@ class JudgeCriterion:
             ("bound", bound),
         ):
             self.record(name, value)
+        if result.missed:
+            self.record("missed", ", ".join(map(str, result.missed)))
         if result.verdict.value != "PASS":
             pytest.fail(_message(result, bound), pytrace=False)
 

@@ -44,6 +44,13 @@ def mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
+def geometric_mean(values: Sequence[float]) -> float:
+    """exp of the mean of logarithms. +infinity if any is; ValueError on none or one not above 0."""
+    if any(not value > 0 for value in values):
+        raise ValueError("geometric mean of a value that is not positive")
+    return math.exp(mean([math.log(value) for value in values]))
+
+
 def wave_statistic(values: Sequence[float]) -> tuple[float, str]:
     """The one number of a wave and its estimator: p50 of six or more requests, else the mean."""
     if len(values) >= MIN_UNITS[0.5]:

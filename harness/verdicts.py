@@ -47,6 +47,7 @@ class ReasonCode(enum.Enum):
     # performance and oracle criteria
     BELOW_TARGET = "criterion.below_target"
     UNDECIDED = "criterion.undecided"
+    REPETITION_MISSED = "criterion.repetition_missed"
     TOO_FEW_REPETITIONS = "criterion.too_few_repetitions"
     NO_MEASUREMENT = "criterion.no_measurement"
     OUTPUT_DIFFERS = "oracle.output_differs"
@@ -106,6 +107,10 @@ REASON_TEXTS: dict[ReasonCode, ReasonText] = {
     ReasonCode.UNDECIDED: ReasonText(
         "The value is too close to the target for this plan to decide.",
         "Run more repetitions, or reduce noise on the machine.",
+    ),
+    ReasonCode.REPETITION_MISSED: ReasonText(
+        "At least one repetition does not reach what the rule asks of every repetition.",
+        "Look at the trial of the named repetition; run again on a quieter machine.",
     ),
     ReasonCode.TOO_FEW_REPETITIONS: ReasonText(
         "Fewer valid repetitions than the decision rule needs.",
@@ -280,6 +285,23 @@ class Unit(enum.Enum):
 
 
 @dataclass(frozen=True)
+class Compared(Record):
+    """Both sides of a comparison of waves, in ``unit``; the numbers of the report's sentences.
+
+    ``candidate`` and ``baseline`` are geometric means of the wave statistic over the paired
+    repetitions, so that ``ratio`` = candidate / baseline is the one that the effect states;
+    ``inverse`` is its reciprocal. ``required``: the candidate's value at the bound of a PASS.
+    """
+
+    unit: Unit
+    candidate: float | str
+    baseline: float
+    ratio: float | str
+    inverse: float
+    required: float | None = later(None)
+
+
+@dataclass(frozen=True)
 class Measurement(Record):
     """A number computed from evidence, or the reason why there is none.
 
@@ -299,6 +321,7 @@ class Measurement(Record):
     repetitions: tuple[float | str, ...] = ()
     trials: tuple[str, ...] = ()
     detail: dict[str, Any] = field(default_factory=dict)
+    compared: Compared | None = later(None)
 
 
 def finite_or_inf(value: float) -> float | str:
@@ -308,17 +331,37 @@ def finite_or_inf(value: float) -> float | str:
 
 @dataclass(frozen=True)
 class Bound(Record):
-    """What a criterion asks. ``comparison``: ">=", "<=" or "=="; ``floor``: limit for PASS."""
+    """What a criterion asks. ``comparison``: ">=", "<=" or "=="; ``floor``: limit for PASS.
+
+    The later fields are what the decision rule makes of it, so that what is shown is what was
+    applied. ``each``: what every repetition has to reach for a PASS; ``each_stop``: every one of
+    them at or below it is a STOP (both `large_effect`). ``low``: what the lower limit of the
+    interval has to reach (`interval`). ``least_n``: units below which nothing is decided.
+    """
 
     comparison: str
     target: float
     floor: float | None = None
     default_target: float | None = None  # the profile's own target where a campaign overrides it
+    each: float | None = later(None)
+    each_stop: float | None = later(None)
+    low: float | None = later(None)
+    least_n: int | None = later(None)
+
+    def __str__(self) -> str:
+        """The bound as it was applied: ">= 0.9 in every repetition (target 0.8)"."""
+        if self.each is not None:
+            return f">= {self.each:.9g} in every repetition (target {self.target:.9g})"
+        text = f"{self.comparison} {self.target:.9g}"
+        return text if self.low is None else f"{text}, lower limit >= {self.low:.9g}"
 
 
 @dataclass(frozen=True)
 class CriterionResult(Record):
-    """One criterion at one level. ``level`` None: the criterion has no levels."""
+    """One criterion at one level. ``level`` None: the criterion has no levels.
+
+    ``missed``: numbers of the repetitions that did not reach ``bound.each``.
+    """
 
     criterion: str
     gate: str
@@ -332,6 +375,7 @@ class CriterionResult(Record):
     reasons: tuple[Reason, ...]
     decide: str
     rationale: str
+    missed: tuple[int, ...] = later(())
 
     @property
     def id(self) -> str:

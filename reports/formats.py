@@ -65,15 +65,15 @@ def target(value: float, unit: Unit) -> str:
 def measured(value: float | str | None, unit: Unit, bound: Bound | None, texts: Texts) -> str:
     """The value of a measurement in words.
 
-    A value that would round onto its target is given more digits: 24.98 % against 25 % must not
-    read as 25.0 %, because verdicts compare unrounded.
+    A value that would round onto an edge of its bound is given more digits: 24.98 % against 25 %
+    must not read as 25.0 %, because verdicts compare unrounded.
     """
     if value is None:
         return texts("word.no_measurement")
     if isinstance(value, str):
         return texts("word.failed") if value == "inf" else clean(value)
     digits = 0
-    edges = () if bound is None else (bound.target, bound.floor)
+    edges = () if bound is None else (bound.target, bound.floor, bound.each, bound.low)
     while digits < _MAX_EXTRA_DIGITS and any(
         edge is not None
         and edge != value
@@ -96,9 +96,9 @@ def interval(measurement: Measurement, texts: Texts) -> tuple[str, str]:
     return span, _confidence(measurement, texts)
 
 
-def bound_target(bound: Bound, unit: Unit) -> str:
-    """Comparison and target: "≥ 25 %"."""
-    return f"{sign(bound.comparison)} {target(bound.target, unit)}"
+def edge(value: float, unit: Unit, comparison: str = ">=") -> str:
+    """Comparison and one edge of a bound: "≥ 25 %"."""
+    return f"{sign(comparison)} {target(value, unit)}"
 
 
 def sign(comparison: str) -> str:

@@ -5,15 +5,18 @@ Texts from evidence are cleaned of control codes and never read as rich markup.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from harness.verdicts import Check, SignOff, Verdict
+from harness.verdicts import Check, CriterionResult, SignOff, Verdict
 from reports.context import Mark, ReasonGroup
-from reports.formats import measured
+from reports.formats import edge, interval, measured
 from reports.safe import clean
 from reports.texts import Texts, load
 from reports.verdict_words import (
@@ -22,6 +25,7 @@ from reports.verdict_words import (
     gate_title,
     label,
     mark,
+    missed_words,
     reason_groups,
     scope,
     sentence,
@@ -87,20 +91,48 @@ def _criteria(signoff: SignOff, texts: Texts) -> RenderableType:
         if gate.criteria:
             title = f"{gate_name(gate.gate, texts)} {gate_title(gate.gate, texts)}"
             table.add_row(Text(title, style="bold"))
-        for result in gate.criteria:
-            measurement = result.measurement
-            value = measured(measurement.value, measurement.unit, result.bound, texts)
-            target, _, override = bound_words(result.bound, measurement.unit, texts)
-            table.add_row(
-                Text(_breakable(clean(result.id))),
-                _plain(value),
-                _plain(target + (" *" if override else "")),
-                Text(str(measurement.n)),
-                _term(mark(result.verdict, texts)),
-            )
+        for name, grouped in itertools.groupby(gate.criteria, key=lambda found: found.criterion):
+            of_name = tuple(grouped)
+            if len(of_name) > 1:
+                table.add_row(Text(clean(name)))
+            for result in of_name:
+                _add_result(table, result, texts, alone=len(of_name) == 1)
     if all(result.bound.default_target is None for result in results):
         return table
     return Group(table, Text(f"* {texts('criteria.overrides')}", style="dim"))
+
+
+def _add_result(table: Table, result: CriterionResult, texts: Texts, *, alone: bool) -> None:
+    """A row; the id's bracket only, where the criterion's name stands above."""
+    measurement = result.measurement
+    identifier = clean(result.id)
+    value = measured(measurement.value, measurement.unit, result.bound, texts)
+    wanted, _, override = bound_words(result.bound, measurement.unit, texts)
+    table.add_row(
+        Text(_breakable(identifier) if alone else f"  {_bracket(identifier)}"),
+        _plain(value),
+        _plain(wanted + (" *" if override else "")),
+        Text(str(measurement.n)),
+        _term(mark(result.verdict, texts)),
+    )
+    for line in _beside(result, texts):
+        table.add_row(Padding(_plain(line), (0, 0, 0, 4)))
+
+
+def _bracket(identifier: str) -> str:
+    return "[" + identifier.rpartition("[")[2]
+
+
+def _beside(result: CriterionResult, texts: Texts) -> Iterator[str]:
+    """Why a value that seems fine is not a PASS: the repetition or the limit that fell short."""
+    if result.verdict is Verdict.PASS:
+        return
+    if result.missed:
+        yield texts("terminal.missed", repetitions=missed_words(result, texts))
+    if result.bound.low is not None and result.measurement.low is not None:
+        span, confidence = interval(result.measurement, texts)
+        needed = edge(result.bound.low, result.measurement.unit)
+        yield texts("terminal.interval", span=span, confidence=confidence, needed=needed)
 
 
 def _breakable(identifier: str) -> str:

@@ -17,7 +17,7 @@ from harness.verdicts import (
     Verdict,
 )
 from reports.context import GateTile, Mark, Occurrence, ReasonGroup
-from reports.formats import bound_target, sign, target
+from reports.formats import edge, measured, target
 from reports.safe import clean
 from reports.texts import Texts
 
@@ -105,15 +105,36 @@ def comparison(result: CriterionResult, texts: Texts) -> str:
 
 
 def bound_words(bound: Bound, unit: Unit, texts: Texts) -> tuple[str, str, str]:
-    """Target, floor and override note; the last two may be empty."""
-    floor = ""
-    if bound.floor is not None:
-        edge = f"{sign(bound.comparison)} {target(bound.floor, unit)}"
-        floor = texts("word.floor", floor=edge)
+    """The bound as the rule applied it, what belongs to it, override; the last two may be empty."""
+    wanted, beside = edge(bound.target, unit, bound.comparison), ""
+    if bound.each is not None:
+        beside = texts("word.target", target=wanted)
+        wanted = texts("word.each", edge=edge(bound.each, unit))
+    elif bound.low is not None:
+        beside = texts("word.low", edge=edge(bound.low, unit))
+    elif bound.floor is not None:
+        beside = texts("word.floor", floor=edge(bound.floor, unit, bound.comparison))
     override = ""
     if bound.default_target is not None:
         override = texts("word.default", default=target(bound.default_target, unit))
-    return bound_target(bound, unit), floor, override
+    return wanted, beside, override
+
+
+def missed_words(result: CriterionResult, texts: Texts) -> str:
+    """The repetitions that did not reach the bound, with their values; empty for none."""
+    measurement = result.measurement
+    numbers = measurement.detail.get("repetitions", [])
+    by_number = dict(zip(numbers, measurement.repetitions, strict=False))
+    return texts.listing(
+        tuple(
+            texts(
+                "word.repetition",
+                number=number,
+                value=measured(by_number.get(number), measurement.unit, result.bound, texts),
+            )
+            for number in result.missed
+        )
+    )
 
 
 def reason_groups(signoff: SignOff, texts: Texts) -> tuple[ReasonGroup, ...]:

@@ -33,6 +33,7 @@ from harness.verdicts import (
     Bound,
     Cell,
     Check,
+    Compared,
     CriterionResult,
     GateVerdict,
     Measurement,
@@ -67,6 +68,9 @@ REQUEST = RequestRecord(
     token_ns=(1, 2, 3),
     token_counts=(1, 1, 1),
 )
+COMPARED = Compared(
+    unit=Unit.SECONDS, candidate="inf", baseline=2.0, ratio="inf", inverse=0.0, required=0.2
+)
 MEASUREMENT = Measurement(
     name="ttft_reduction",
     unit=Unit.RATIO,
@@ -79,6 +83,7 @@ MEASUREMENT = Measurement(
     repetitions=(0.5, "inf"),
     trials=("01-a",),
     detail={"ratios": [0.5, None], "nested": {"key": [1]}},
+    compared=COMPARED,
 )
 REASON = Reason(ReasonCode.NOT_COLD, "12 tokens; allowed: 0", "trials/01/samples.jsonl")
 RESULT = CriterionResult(
@@ -89,11 +94,12 @@ RESULT = CriterionResult(
     baseline="recompute",
     level=None,
     verdict=Verdict.INCONCLUSIVE,
-    bound=Bound(">=", 0.25, 0.22, 0.3),
+    bound=Bound(">=", 0.25, 0.22, 0.3, each=0.625, each_stop=-0.5, low=0.22, least_n=6),
     measurement=MEASUREMENT,
     reasons=(REASON,),
     decide="interval",
     rationale="why",
+    missed=(2,),
 )
 CHECK = Check("cold", "01-a", False, "12", "0", (REASON,))
 CELL = Cell(
@@ -126,6 +132,7 @@ EVERY_RECORD: list[Record] = [
     TrialFacts(3, "g3", "a", "steady", 4, 1, attempt=2, figures={"role": "tiered"}),
     REASON,
     MEASUREMENT,
+    COMPARED,
     Bound("==", 0.0),
     RESULT,
     CHECK,

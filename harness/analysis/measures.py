@@ -5,6 +5,7 @@ A measure that cannot be computed has value None and says why in ``detail["absen
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from harness.analysis import oracles
 from harness.analysis.numbers import WAVES, TrialNumbers, select, tier_facts
 from harness.campaign.criteria import CriterionSpec
 from harness.records import Outcome
-from harness.verdicts import Measurement, ReasonCode, Unit, finite_or_inf
+from harness.verdicts import Compared, Measurement, ReasonCode, Unit, finite_or_inf
 
 # Noise of recompute against itself is measured on a handful of sessions; its maximum over so few
 # underestimates the true one. The bounded oracle allows this multiple of it, and never less than
@@ -92,15 +93,34 @@ def _paired(
 
 
 def ttft_reduction(run: RunNumbers, request: Request) -> Measurement:
-    """1 - TTFT ratio over repetitions; a wave counts with its p50, or its mean below six."""
-    return _effect(
+    """1 - TTFT ratio over repetitions; a wave counts with its p50, or its mean below six.
+
+    Beside a mean, ``detail`` has what the p50 would read: described, never judged.
+    """
+    found = _effect(
         run,
         request,
-        statistic=lambda n: None if (found := n.wave_ttft) is None else found[0],
+        statistic=lambda n: None if (wave := n.wave_ttft) is None else wave[0],
         convert=lambda ratio: 1 - ratio,
         estimator=f"1 - exp(mean ln ratio) of wave {_wave_estimator(request)}",
         published="1 - ratio of published TTFT p50",
+        unit=Unit.SECONDS,
     )
+    if found.value is None or _wave_estimator(request) == "p50":
+        return found
+    p50 = _described_p50(run, request)
+    return dataclasses.replace(found, detail={**found.detail, "p50_described": p50})
+
+
+def _described_p50(run: RunNumbers, request: Request) -> float | str | None:
+    """The reduction with each wave's nearest-rank p50; None where there are no requests."""
+    _, candidate, baseline = _paired(
+        run, request, lambda n: stats.percentile(n.ttft_s, 0.5) if n.requests else None
+    )
+    try:
+        return _number(1 - stats.paired_effect(candidate, baseline).ratio)
+    except ValueError:
+        return None
 
 
 def wave_throughput_gain(run: RunNumbers, request: Request) -> Measurement:
@@ -112,6 +132,7 @@ def wave_throughput_gain(run: RunNumbers, request: Request) -> Measurement:
         convert=lambda ratio: ratio - 1,
         estimator="exp(mean ln ratio) - 1 of wave N x O / wall",
         published="ratio of published N x O / wall - 1",
+        unit=Unit.TOKENS_PER_SECOND,
     )
 
 
@@ -128,8 +149,9 @@ def _effect(
     convert: Callable[[float], float],
     estimator: str,
     published: str,
+    unit: Unit,
 ) -> Measurement:
-    """``published``: the estimator of points that were imported from a table."""
+    """``published``: the estimator of points from a table; ``unit``: of the statistic."""
     trials, candidate, baseline = _paired(run, request, statistic)
     if not candidate:
         return absent(request.name, Unit.RATIO, "no repetition is valid in both arms")
@@ -155,7 +177,21 @@ def _effect(
             "candidate": [_number(value) for value in candidate],
             "baseline": [_number(value) for value in baseline],
             "ratios": [_number(ratio) for ratio in effect.ratios],
+            "repetitions": [n.facts.repetition for n in trials[::2]],
         },
+        compared=compared(candidate, baseline, unit),
+    )
+
+
+def compared(candidate: Sequence[float], baseline: Sequence[float], unit: Unit) -> Compared:
+    """Both sides over their repetitions. Raises ValueError on none, or one not above 0."""
+    of_candidate, of_baseline = stats.geometric_mean(candidate), stats.geometric_mean(baseline)
+    return Compared(
+        unit=unit,
+        candidate=_number(of_candidate),
+        baseline=stats.round9(of_baseline),
+        ratio=_number(of_candidate / of_baseline),
+        inverse=stats.round9(of_baseline / of_candidate),
     )
 
 

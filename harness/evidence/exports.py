@@ -329,7 +329,7 @@ def junit_xml(signoff: SignOff) -> str:
 
 def _criterion_case(suite: ElementTree.Element, gate: str, result: CriterionResult) -> None:
     measurement = result.measurement
-    bound = f"{result.bound.comparison} {result.bound.target:.9g}"
+    bound = str(result.bound)
     value = "absent" if measurement.value is None else str(measurement.value)
     _case(
         suite,
@@ -343,6 +343,7 @@ def _criterion_case(suite: ElementTree.Element, gate: str, result: CriterionResu
             ("unit", measurement.unit.value),
             ("n", str(measurement.n)),
             ("bound", bound),
+            *([("missed", ", ".join(map(str, result.missed)))] if result.missed else []),
             *([] if result.baseline is None else [("baseline", result.baseline)]),
         ),
         f"{result.verdict.value}: value {value}, bound {bound}",

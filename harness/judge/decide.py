@@ -7,8 +7,17 @@ import math
 from dataclasses import dataclass
 
 from harness import stats
+from harness.analysis.measures import compared
 from harness.campaign.criteria import CriterionSpec
-from harness.verdicts import Bound, Measurement, Reason, ReasonCode, Verdict, finite_or_inf
+from harness.verdicts import (
+    Bound,
+    Compared,
+    Measurement,
+    Reason,
+    ReasonCode,
+    Verdict,
+    finite_or_inf,
+)
 
 # Large-effect rule of cpu-demo: every repetition clears (or misses) the target by this factor.
 LARGE_EFFECT_FACTOR = 2.0
@@ -44,11 +53,45 @@ class Looks:
 
 @dataclass(frozen=True)
 class Decision:
-    """Verdict and reasons; ``measurement``: as it was at the look that decided."""
+    """Verdict and reasons; ``measurement``: as it was at the look that decided.
+
+    ``missed``: numbers of the repetitions that fell short of what the rule asks of each.
+    """
 
     verdict: Verdict
     reasons: tuple[Reason, ...]
     measurement: Measurement
+    missed: tuple[int, ...] = ()
+
+
+def applied(spec: CriterionSpec, bound: Bound) -> Bound:
+    """The bound with what the rule makes of it, which is what reports have to show."""
+    each = each_stop = low = None
+    if spec.decide == "large_effect":
+        if spec.measure in _REDUCTIONS:
+            each = 1 - (1 - bound.target) / LARGE_EFFECT_FACTOR
+            each_stop = 1 - (1 - bound.target) * LARGE_EFFECT_FACTOR
+        else:
+            each = (1 + bound.target) * LARGE_EFFECT_FACTOR - 1
+            each_stop = (1 + bound.target) / LARGE_EFFECT_FACTOR - 1
+        each, each_stop = stats.round9(each), stats.round9(each_stop)
+    elif spec.decide == "interval":
+        low = bound.target if bound.floor is None else bound.floor
+    least_n = spec.min_n if spec.decide != "point" and spec.min_n > 1 else None
+    return dataclasses.replace(bound, each=each, each_stop=each_stop, low=low, least_n=least_n)
+
+
+def with_required(spec: CriterionSpec, bound: Bound, measurement: Measurement) -> Measurement:
+    """The measurement with the candidate's value at the bound of a PASS, in its own unit."""
+    if measurement.compared is None:
+        return measurement
+    rule = applied(spec, bound)
+    edge = rule.target if rule.each is None else rule.each
+    ratio = 1 - edge if spec.measure in _REDUCTIONS else 1 + edge
+    required = stats.round9(measurement.compared.baseline * ratio)
+    return dataclasses.replace(
+        measurement, compared=dataclasses.replace(measurement.compared, required=required)
+    )
 
 
 def decide(
@@ -73,7 +116,7 @@ def decide(
     if spec.decide in ("exact", "point"):
         verdict, reasons = _exact(spec, bound, measurement, value)
     elif spec.decide == "large_effect":
-        verdict, reasons = _large_effect(spec, bound, measurement)
+        return _large_effect(spec, bound, measurement)
     elif looks is not None and looks.repetitions:
         return _by_looks(spec, bound, measurement, looks)
     else:
@@ -97,9 +140,7 @@ def _exact(
     return Verdict(spec.on_miss), (_reason(ReasonCode(spec.reason), text, measurement),)
 
 
-def _large_effect(
-    spec: CriterionSpec, bound: Bound, measurement: Measurement
-) -> tuple[Verdict, tuple[Reason, ...]]:
+def _large_effect(spec: CriterionSpec, bound: Bound, measurement: Measurement) -> Decision:
     reduction = spec.measure in _REDUCTIONS
     ratios = [
         math.inf if ratio == "inf" else float(ratio) for ratio in measurement.detail["ratios"]
@@ -107,15 +148,30 @@ def _large_effect(
     # As a cost ratio (candidate / baseline, small is good) both kinds read the same way.
     costs = ratios if reduction else [1 / ratio if ratio > 0 else math.inf for ratio in ratios]
     target = 1 - bound.target if reduction else 1 / (1 + bound.target)
-    if all(cost <= target / LARGE_EFFECT_FACTOR for cost in costs):
-        return Verdict.PASS, ()
-    shown = ", ".join(f"{ratio:.3g}" for ratio in ratios)
-    text = (
-        f"ratios {shown}; target ratio {target if reduction else 1 / target:.3g}, factor 2 beyond"
-    )
+    short = [k for k, cost in enumerate(costs) if cost > target / LARGE_EFFECT_FACTOR]
+    if not short:
+        return Decision(Verdict.PASS, (), measurement)
+    numbers = measurement.detail.get("repetitions") or list(range(1, len(ratios) + 1))
+    missed = tuple(numbers[k] for k in short)
+    text = _missed_text(short, numbers, applied(spec, bound), measurement)
     if all(cost >= target * LARGE_EFFECT_FACTOR for cost in costs):
-        return Verdict.STOP, (_reason(ReasonCode.BELOW_TARGET, text, measurement),)
-    return Verdict.INCONCLUSIVE, (_reason(ReasonCode.UNDECIDED, text, measurement),)
+        reason = _reason(ReasonCode.BELOW_TARGET, text, measurement, short[0])
+        return Decision(Verdict.STOP, (reason,), measurement, missed)
+    reason = _reason(ReasonCode.REPETITION_MISSED, text, measurement, short[0])
+    return Decision(Verdict.INCONCLUSIVE, (reason,), measurement, missed)
+
+
+def _missed_text(
+    short: list[int], numbers: list[int], bound: Bound, measurement: Measurement
+) -> str:
+    values = measurement.repetitions
+    found = ", ".join(f"repetition {numbers[k]}: {_percent(values[k])}" for k in short)
+    assert bound.each is not None
+    return f"{found}; needed in every repetition: >= {_percent(bound.each)}"
+
+
+def _percent(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{100 * value:.6g} %"
 
 
 def _interval(
@@ -198,8 +254,20 @@ def _at_look(
         high=max(edges) if edges else None,
         confidence=stats.round9(looks.confidence) if edges else None,
         repetitions=tuple(finite_or_inf(convert(ratio)) for ratio in ratios),
+        compared=_compared(measurement, len(ratios)),
     )
     return seen, None if stop_edge is None else convert(stop_edge)
+
+
+def _compared(measurement: Measurement, count: int) -> Compared | None:
+    """Both sides over the first repetitions, which are all that a look has seen."""
+    if measurement.compared is None:
+        return None
+    sides = [
+        [math.inf if value == "inf" else float(value) for value in measurement.detail[side][:count]]
+        for side in ("candidate", "baseline")
+    ]
+    return compared(sides[0], sides[1], measurement.compared.unit)
 
 
 def _holds(value: float, comparison: str, target: float) -> bool:
@@ -210,6 +278,8 @@ def _holds(value: float, comparison: str, target: float) -> bool:
     return value == target
 
 
-def _reason(code: ReasonCode, text: str, measurement: Measurement) -> Reason:
-    evidence = f"trials/{measurement.trials[0]}" if measurement.trials else ""
-    return Reason(code, text, evidence)
+def _reason(code: ReasonCode, text: str, measurement: Measurement, repetition: int = 0) -> Reason:
+    """``repetition``: which of the measurement's paired repetitions to look at, from 0."""
+    trials = measurement.trials
+    index = 2 * repetition if len(trials) == 2 * len(measurement.repetitions) else 0
+    return Reason(code, text, f"trials/{trials[index]}" if trials else "")

@@ -18,7 +18,7 @@ from harness.analysis.numbers import TrialNumbers
 from harness.campaign.criteria import CriterionSpec
 from harness.campaign.plan import Plan
 from harness.campaign.sections import Arm
-from harness.judge.decide import Looks, decide
+from harness.judge.decide import Looks, applied, decide, with_required
 from harness.judge.validity import (
     arm_checks,
     differing_keys,
@@ -299,11 +299,12 @@ def _result(
         baseline=baseline,
         level=level,
         verdict=verdict,
-        bound=bound,
-        measurement=decision.measurement,
+        bound=applied(spec, bound),
+        measurement=with_required(spec, bound, decision.measurement),
         reasons=(*decision.reasons, *blocking),
         decide=spec.decide,
         rationale=spec.rationale,
+        missed=decision.missed,
     )
 
 

@@ -369,7 +369,7 @@ CASES: list[tuple[str, Doctor, Verdict, ReasonCode]] = [
         "candidate near the target",
         slower("tiered_disk", 5.0),
         INCONCLUSIVE,
-        ReasonCode.UNDECIDED,
+        ReasonCode.REPETITION_MISSED,
     ),
     (
         "missing repetition",

@@ -73,9 +73,14 @@ def test_interval(
 
 
 def test_bound_is_spelled_exactly() -> None:
-    assert formats.bound_target(Bound(">=", 0.285), Unit.RATIO) == "≥ 28.5 %"
-    assert formats.bound_target(Bound("<=", 1.0), Unit.RATIO) == "≤ 100 %"
-    assert formats.bound_target(Bound("==", 0.0), Unit.COUNT) == "= 0"
+    assert formats.edge(0.285, Unit.RATIO) == "≥ 28.5 %"
+    assert formats.edge(1.0, Unit.RATIO, "<=") == "≤ 100 %"
+    assert formats.edge(0.0, Unit.COUNT, "==") == "= 0"
+
+
+def test_value_beside_the_applied_bound_does_not_round_onto_it() -> None:
+    bound = Bound(">=", 0.8, each=0.9)
+    assert formats.measured(0.89996, Unit.RATIO, bound, load("en")) == "89.996 %"
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,12 @@ def test_inconclusive_at_80_columns_without_colour() -> None:
     lines = _printed(sample.inconclusive(), width=80).splitlines()
     assert lines[0].split() == ["Criterion", "Value", "Bound", "n", "Verdict"]
     assert lines[3:5] == [
-        "connector_round_trip[tiered_disk]              99.6 %  >= 95 %  1  PASS",
-        "kv_bytes_per_token[tiered_disk]                   0 B    = 0 B  1  PASS",
+        "connector_round_trip[tiered_disk]   99.6 %         >= 95 %  1  PASS",
+        "kv_bytes_per_token[tiered_disk]        0 B           = 0 B  1  PASS",
     ]
-    assert (
-        "ttft_reduction_vs_recompute[tiered_disk-c4]    failed  >= 25 %  3  INCONCLUSIVE" in lines
-    )
+    first = lines.index("ttft_reduction_vs_recompute")
+    row = "  [tiered_disk-c4]                            failed  >= 62.5 % each  3  INCONCLUSIVE"
+    assert lines[first + 3].split() == row.split()
     assert lines[-1] == "Why: arms.unequal_compute, trial.requests_failed"
 
 
@@ -38,11 +38,34 @@ def test_nothing_is_cut_or_overflows(name: str, locale: str, width: int) -> None
     joined = "".join(shown.split())
     for gate in signoff.gates:
         for result in gate.criteria:
-            assert result.id in joined
+            name, _, scope = result.id.partition("[")
+            assert name in joined
+            assert f"[{scope}" in joined
         for reason in gate.reasons:
             if gate.verdict is not Verdict.PASS:
                 assert reason.code.value in shown
                 assert "".join(reason.text.split()) in joined
+
+
+def test_the_bound_is_the_one_applied_and_the_repetition_short_of_it_is_named() -> None:
+    lines = _printed(sample.one_repetition_short(), width=80).splitlines()
+    row = next(i for i, line in enumerate(lines) if line.endswith("INCONCLUSIVE"))
+    assert lines[row].split() == ["[tiered_disk-c1]", "91.3", "%", ">=", "90", "%", "each", "3",
+                                  "INCONCLUSIVE"]  # fmt: skip
+    assert lines[row + 1].strip() == "missed: repetition 2: 89.3 %"
+
+
+def test_an_undecided_interval_shows_the_limit_it_missed() -> None:
+    demo = sample.production_pass()
+    gate = demo.gates[-1]
+    wide = dataclasses.replace(
+        gate.criteria[0],
+        verdict=Verdict.INCONCLUSIVE,
+        measurement=dataclasses.replace(gate.criteria[0].measurement, low=0.11, high=0.39),
+    )
+    gates = (dataclasses.replace(gate, verdict=Verdict.INCONCLUSIVE, criteria=(wide,)),)
+    shown = _printed(dataclasses.replace(demo, gates=gates), width=120)
+    assert "interval 11.0 % to 39.0 % at 95 %; lower limit needed >= 22 %" in shown
 
 
 def test_very_long_id_breaks_at_its_bracket() -> None:
