@@ -113,7 +113,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "harness.connector.keys",
             "workloads.cold_recovery",
         },
-        set(),
+        {"numpy"},
     ),
     "harness.cli": (
         VALUES

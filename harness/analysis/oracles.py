@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from harness.analysis.numbers import TrialNumbers, select
 from harness.records import Outcome, RequestRecord
-from workloads.cold_recovery import CONTROL_SESSION, CONTROLS
+from workloads.cold_recovery import CONTROL_SESSION, CONTROLS, RETIRED_CONTROLS
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def control_results(
     results: list[ControlResult] = []
     clean: bool | None = None
     for trial in select(numbers, arm=arm, workload="oracle"):
-        for name in ("clean", *CONTROLS):
+        for name in ("clean", *CONTROLS, *RETIRED_CONTROLS):
             asked = trial.phase(f"control_{name}")
             if expected is None or len(asked) != 2 or not all(map(_usable, asked)):
                 continue

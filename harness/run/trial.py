@@ -24,7 +24,7 @@ from harness.errors import HarnessError, LoadError, ServerError, ServerSilent, S
 from harness.evidence.store import TrialWriter, is_disk_full
 from harness.load.driver import LoadClient
 from harness.records import ErrorKind, Event, MetricSample, RequestRecord, Schedule
-from harness.run.controls import TierFiles, planted
+from harness.run.controls import TierFiles, Unplantable, planted
 from harness.server.managed import Server
 from workloads import cold_recovery
 from workloads.prompts import token_ids
@@ -437,13 +437,17 @@ def _negative_controls(context: TrialContext) -> None:
     except FileNotFoundError as error:
         context.event("controls_impossible", error=str(error))
         return
-    layers = int(context.plan.model_config["num_hidden_layers"])
-    itemsize = 4 if context.plan.model_config.get("torch_dtype") == "float32" else 2
+    config = context.plan.model_config
+    layers = int(config["num_hidden_layers"])
+    dtype = str(config.get("torch_dtype") or config.get("dtype"))
     # Without a planted fault the same path must match, else a miss and a hit look alike.
     _ask_control(context, "control_clean")
     for name in cold_recovery.CONTROLS:
-        with planted(name, control, donor=donor, layers=layers, itemsize=itemsize):
-            _ask_control(context, f"control_{name}")
+        try:
+            with planted(name, control, donor=donor, layers=layers, dtype=dtype):
+                _ask_control(context, f"control_{name}")
+        except Unplantable as error:  # one fault less is a fault that was missed
+            context.event("control_not_planted", control=name, error=str(error))
 
 
 def _simulated_controls(context: TrialContext) -> None:

@@ -81,22 +81,24 @@ def damaged(
 
     Raises ValueError on an unknown control.
     """
-    middle = len(payloads) // 2
-    payload = payloads[middle]
+    last = len(payloads) - 1
+    payload = payloads[last]
+    size = len(payload) // layers
+    start = (layers // 2) * size
     if control == "zeroed_block":
-        return {middle: bytes(len(payload))}
+        return {last: bytes(len(payload))}
     if control == "other_session":
-        return {middle: donor[middle]}
-    if control == "swapped_blocks":
-        return {middle: payloads[middle + 1], middle + 1: payload}
+        return {last: donor[last]}
+    if control == "swapped_layers":
+        before = payload[start - size : start]
+        after = payload[start : start + size]
+        return {last: payload[: start - size] + after + before + payload[start + size :]}
     if control == "zeroed_layer":
-        size = len(payload) // layers
-        start = (layers // 2) * size
-        return {middle: payload[:start] + bytes(size) + payload[start + size :]}
+        return {last: payload[:start] + bytes(size) + payload[start + size :]}
     if control == "flipped_exponent":
         changed = bytearray(payload)
         changed[len(payload) // 2] ^= 0x20
-        return {middle: bytes(changed)}
+        return {last: bytes(changed)}
     raise ValueError(f"unknown control {control!r}")
 
 

@@ -206,7 +206,7 @@ def test_planted_faults_are_seen_by_the_exact_oracles(
         victim, donor = files.of(PROMPTS[0]), files.of(PROMPTS[1])
         blunt: dict[str, list[str]] = {}
         for control in CONTROLS:
-            with planted(control, victim, donor=donor, layers=LAYERS, itemsize=2):
+            with planted(control, victim, donor=donor, layers=LAYERS, dtype="bfloat16"):
                 for medium in ("disk", "host"):  # host memory is filled from the disk's files
                     with _all_from(server, medium):
                         differing = _differing(server, reference)

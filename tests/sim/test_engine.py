@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from harness.records import PromptRecipe
+from harness.sim.content import block_keys, damaged
 from harness.sim.faults import Fault, FaultName
 from tests.sim.rig import Answer, Rig
+from workloads.cold_recovery import CONTROL_SESSION, CONTROLS, DONOR_SESSION
+from workloads.prompts import token_ids
 
 PROMPT = list(range(100, 110))  # two whole blocks of four, and two tokens
 OTHER = list(range(200, 210))
@@ -157,6 +161,32 @@ def test_a_block_that_was_damaged_on_the_medium_changes_the_output_also_on_the_d
     assert output(restored) != right
     assert output(again) == output(restored)
     assert again.request.tokens_by_source["device"] == 8
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_every_negative_control_is_seen_restored_and_on_the_device_whatever_the_seed(
+    control: str,
+) -> None:
+    for seed in range(100):
+        rig = Rig(medium="disk", seed=seed)
+        prompt, donor = (
+            token_ids(PromptRecipe(seed=seed, session=session, tokens=10, vocab_size=512))
+            for session in (CONTROL_SESSION, DONOR_SESSION)
+        )
+        for stored in (prompt, donor):
+            rig.run(stored)
+        rig.make_cold()
+        right = output(rig.run(prompt))
+        tiers = rig.engine.tiers
+        assert tiers is not None
+        keys, others = (block_keys(ids, 4) for ids in (prompt, donor))
+        wrong = damaged(control, list(tiers.stored(keys)), list(tiers.stored(others)), layers=2)
+        tiers.replace({keys[index]: payload for index, payload in wrong.items()})
+        rig.make_cold()
+        restored, again = rig.run(prompt), rig.run(prompt)
+        assert restored.request.cached_tokens == again.request.cached_tokens == 8
+        assert output(restored) != right
+        assert output(again) != right
 
 
 def test_statistics_advance_with_steps_only() -> None:

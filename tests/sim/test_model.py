@@ -73,15 +73,15 @@ def test_another_seed_is_another_model() -> None:
 
 @pytest.mark.parametrize("control", CONTROLS)
 def test_each_planted_fault_changes_the_blocks_it_names_and_no_other(control: str) -> None:
-    payloads = [bytes([i]) * 16 for i in range(1, 5)]
+    payloads = [bytes([i] * 8 + [10 * i + 1] * 8) for i in range(1, 5)]
     donor = [bytes([i]) * 16 for i in range(11, 15)]
     wrong = damaged(control, payloads, donor, layers=2)
     expected = {
-        "zeroed_block": {2: bytes(16)},
-        "other_session": {2: donor[2]},
-        "swapped_blocks": {2: payloads[3], 3: payloads[2]},
-        "zeroed_layer": {2: payloads[2][:8] + bytes(8)},
-        "flipped_exponent": {2: payloads[2][:8] + bytes([3 ^ 0x20]) + payloads[2][9:]},
+        "zeroed_block": {3: bytes(16)},
+        "other_session": {3: donor[3]},
+        "swapped_layers": {3: bytes([41] * 8 + [4] * 8)},
+        "zeroed_layer": {3: bytes([4] * 8) + bytes(8)},
+        "flipped_exponent": {3: bytes([4] * 8 + [41 ^ 0x20] + [41] * 7)},
     }
     assert wrong == expected[control]
 
