@@ -23,6 +23,7 @@ vocab_size = 512
 dtype = "float32"
 
 [server]
+args = ["--dtype", "float32"]
 block_tokens = 16
 device_kv_tokens = 1024
 cpu_cores = 2

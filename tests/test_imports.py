@@ -18,7 +18,7 @@ OURS = ("harness", "workloads", "gates", "reports")
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("harness", "harness.errors", "harness.interrupts", "harness.records", "harness.stats"),
     ("harness.verdicts",),
-    ("harness.connector", "harness.sim", "workloads"),
+    ("harness.connector", "harness.placement", "harness.sim", "workloads"),
     ("harness.campaign", "harness.collectors", "harness.tier", "reports"),
     ("harness.evidence", "harness.load", "harness.server"),
     ("harness.analysis",),
@@ -48,7 +48,8 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "harness.connector.peer_copy": ({"harness.connector.layout"}, set()),
     "harness.connector.blockfile": (set(), {"xxhash"}),
     "harness.connector.keys": ({"harness.connector.blockfile"}, set()),
-    "harness.campaign": (VALUES | {"harness.sim.config"}, {"pydantic"}),
+    "harness.placement": ({"harness.errors", "harness.records", "harness.stats"}, set()),
+    "harness.campaign": (VALUES | {"harness.placement", "harness.sim.config"}, {"pydantic"}),
     "harness.campaign.generated_model": (set(), {"numpy"}),
     "harness.collectors": ({"harness.records"}, {"httpx", "psutil", "prometheus_client"}),
     "harness.tier": (
@@ -124,6 +125,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "harness.evidence",
             "harness.interrupts",
             "harness.judge.power",
+            "harness.placement",
             "harness.run",
             "harness.server.environment",
             "harness.tier",

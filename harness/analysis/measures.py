@@ -244,20 +244,25 @@ def arrival_round_trip_ratio(run: RunNumbers, request: Request) -> Measurement:
 
 
 def arrival_kv_size_ratio(run: RunNumbers, request: Request) -> Measurement:
-    """KV bytes per token that the connector found in the device tensors over the model's own."""
+    """KV bytes per token in the device tensors of all ranks over those computed from the model."""
     trials = select(run.trials, arm=request.arm, workload="arrival")
-    found = tier_facts(trials[0]).get("kv_bytes_per_token") if trials else None
-    if not isinstance(found, (int, float)):
+    facts = tier_facts(trials[0]) if trials else {}
+    found = facts.get("kv_bytes_per_token")
+    # The connector tells a rank's bytes and how many ranks there are; before it knew of ranks it
+    # ran on one only, and told none.
+    ranks = facts.get("rank_count", 1)
+    if not isinstance(found, (int, float)) or not isinstance(ranks, int):
         return absent(request.name, Unit.RATIO, "the connector did not report its tensors")
+    allocated = found * ranks
     computed = trials[0].figure("kv_bytes_per_token")
     return Measurement(
         request.name,
         Unit.RATIO,
-        stats.round9(found / computed),
+        stats.round9(allocated / computed),
         1,
         "allocated / computed",
         trials=(trials[0].id,),
-        detail={"allocated_bytes_per_token": found, "computed_bytes_per_token": computed},
+        detail={"allocated_bytes_per_token": allocated, "computed_bytes_per_token": computed},
     )
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.campaign.criteria import Profile
-from harness.campaign.figures import Sizes, kv_bytes_per_token
+from harness.campaign.figures import Sizes
+from harness.campaign.placing import DEFAULT_BLOCK_TOKENS, ArmKV, arm_kv, candidate, placement
 from harness.campaign.reading import load_criteria
 from harness.campaign.sections import GATES, Arm, Campaign, Gate
 from harness.errors import PlanError
@@ -32,19 +33,24 @@ class Plan:
     def sizes(self) -> Sizes:
         """Derived sizes."""
         work, server = self.campaign.cold_recovery, self.campaign.server
-        block = server.block_tokens or 16
-        per_token = kv_bytes_per_token(self.model_config)
+        block = server.block_tokens or DEFAULT_BLOCK_TOKENS
+        kv = self.kv(candidate(self.campaign))
+        per_token, session = kv.bytes_per_token, kv.session_bytes(work.prompt_tokens)
         blocks = math.ceil((work.prompt_tokens + work.output_tokens) / block)
         device = server.device_kv_tokens
         return Sizes(
             kv_bytes_per_token=per_token,
             block_tokens=block,
             session_blocks=blocks,
-            session_kv_bytes=work.prompt_tokens * per_token,
-            working_set_bytes=work.sessions * work.prompt_tokens * per_token,
+            session_kv_bytes=session,
+            working_set_bytes=work.sessions * session,
             device_kv_bytes=None if device is None else device * per_token,
             cached_tokens_per_session=(work.prompt_tokens - 1) // block * block,
         )
+
+    def kv(self, arm: Arm) -> ArmKV:
+        """The KV of an arm's server. Raises PlanError."""
+        return arm_kv(self.campaign, arm, self.model_config)
 
     def figures(self, arm: Arm) -> dict[str, Any]:
         """What each trial of an arm is checked against; every trial carries a copy."""
@@ -52,7 +58,7 @@ class Plan:
         return {
             "role": arm.role,
             "medium": arm.medium,
-            "kv_bytes_per_token": sizes.kv_bytes_per_token,
+            "kv_bytes_per_token": self.kv(arm).bytes_per_token,
             "block_tokens": sizes.block_tokens,
             "cached_tokens_per_session": sizes.cached_tokens_per_session,
             "prompt_tokens": work.prompt_tokens,
@@ -112,10 +118,25 @@ def make_plan(
     profile, criteria_text = load_criteria(campaign.profile, criteria, asked_by=label)
     chosen = tuple(g for g in GATES if g in (gates or campaign.gates))
     plan = Plan(campaign, campaign_text, profile, criteria_text, model_config, chosen)
-    problems = [f"{label}: {problem}" for problem in _impossible(plan)]
+    # Without the KV's size nothing else can be checked.
+    found = dict.fromkeys(_unsized(plan)) or _impossible(plan)
+    problems = [f"{label}: {problem}" for problem in found]
     if problems:
         raise PlanError(problems)
     return plan
+
+
+def _unsized(plan: Plan) -> Iterator[str]:
+    """What keeps the KV of an arm, or what the devices hold, from being known."""
+    for arm in plan.campaign.arms.values():
+        try:
+            plan.kv(arm)
+        except PlanError as error:
+            yield from error.problems
+    try:
+        placement(plan.campaign, plan.model_config)
+    except PlanError as error:
+        yield from error.problems
 
 
 def _impossible(plan: Plan) -> Iterator[str]:

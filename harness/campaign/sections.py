@@ -34,6 +34,7 @@ class Model(Section):
 
     kind: Literal["generated", "path"] = "generated"
     path: str | None = None
+    kv_bytes_per_token: Positive | None = None
     architecture: dict[str, int | float | str] = {}
 
     @model_validator(mode="after")
@@ -185,6 +186,19 @@ class ColdRecovery(Section):
         return self
 
 
+class Deployment(Section):
+    """The devices of the machine under test, for the placement that `kvgate plan` prints."""
+
+    accelerators: Positive
+    memory_gib: Annotated[float, Field(gt=0)]
+    weights_gib: Annotated[float, Field(gt=0)]
+    utilisation: Annotated[float, Field(gt=0, le=1)] | None = None
+    tensor_parallel: Positive | None = None
+    pipeline_parallel: Positive | None = None
+    activation_reserve_gib: Annotated[float, Field(ge=0)] = 8.0
+    margin: Annotated[float, Field(ge=0, lt=1)] = 0.1
+
+
 class CriterionOverride(Section):
     """A campaign's own bound for one criterion; shown in the report as a deviation."""
 
@@ -203,6 +217,7 @@ class Campaign(Section):
     server: Server
     arms: Annotated[dict[Name, Arm], Field(min_length=1)]
     cold_recovery: ColdRecovery
+    deployment: Deployment | None = None
     criteria: dict[str, CriterionOverride] = {}
 
     @model_validator(mode="before")

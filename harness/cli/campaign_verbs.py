@@ -16,6 +16,7 @@ from harness.campaign.reading import load_campaign, read_model_config
 from harness.campaign.sections import DEFAULT_CAMPAIGN, GATES
 from harness.cli.console import ConsoleObserver, steady_console
 from harness.cli.parsing import VerbMaker
+from harness.cli.placement_screen import reported_capacity, show_placement
 from harness.cli.run_verbs import judge_and_report
 from harness.errors import PlanError
 from harness.judge.power import ASSUMED_NOISE, measured_noise, power_lines
@@ -51,6 +52,12 @@ def add_campaign_verbs(verb: VerbMaker) -> None:
 
         if name == "plan":
             _add_power_options(sub)
+            sub.add_argument(
+                "--capacity-from",
+                type=Path,
+                metavar="RUN",
+                help="set the KV capacity that this run's servers reported beside the computed",
+            )
         if name == "run":
             sub.add_argument("--locale", choices=("en", "zh"), default="en")
     verb(
@@ -129,6 +136,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         )
         table.add_row(arm.name, arm.role, arm.medium or "-", f"{len(own)}: {', '.join(names)}")
     console.print(table)
+    show_placement(plan, console, reported_capacity(arguments.capacity_from))
     for line in _plan_power_lines(plan, arguments):
         console.print(line, highlight=False, soft_wrap=True)
     return 0

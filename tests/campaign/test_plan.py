@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from harness.analysis.measures import MEASURES
-from harness.campaign.figures import kv_bytes_per_token
-from harness.campaign.generated_model import ModelArchitecture, model_config
+from harness.campaign.generated_model import model_config
 from harness.campaign.plan import Plan, make_plan
 from harness.campaign.reading import (
     bundled_campaigns,
@@ -486,82 +485,12 @@ def test_a_model_config_that_is_none(text: str, tmp_path: Path) -> None:
         read_model_config(tmp_path)
 
 
-@pytest.mark.parametrize("key", ["num_hidden_layers", "num_attention_heads", "hidden_size"])
-def test_a_model_config_without_what_it_takes(key: str) -> None:
-    config = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 64}
-    del config[key]
-    with pytest.raises(PlanError, match=rf"model\.path: config\.json has no '{key}'"):
-        kv_bytes_per_token(config)
-
-
 def test_a_model_config_without_a_vocabulary() -> None:
     campaign, text = load_campaign("cpu-demo")
     config = model_config(campaign.model.generated)
     del config["vocab_size"]
     with pytest.raises(PlanError, match=r"config\.json has no 'vocab_size'"):
         make_plan(campaign, text, model_config=config)
-
-
-# --- KV size ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        pytest.param(
-            {
-                "num_hidden_layers": 62,
-                "num_attention_heads": 48,
-                "num_key_value_heads": 8,
-                "head_dim": 128,
-                "hidden_size": 3072,
-                "torch_dtype": "bfloat16",
-            },
-            253_952,  # 2 x 62 x 8 x 128 x 2; x 30 208 tokens = 7.14 GiB a session
-            id="grouped queries, the published model",
-        ),
-        pytest.param(
-            {
-                "num_hidden_layers": 32,
-                "num_attention_heads": 32,
-                "head_dim": 128,
-                "hidden_size": 4096,
-                "torch_dtype": "float16",
-            },
-            524_288,  # 2 x 32 x 32 x 128 x 2
-            id="one KV head per head",
-        ),
-        pytest.param(
-            {
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "hidden_size": 256,
-                "dtype": "float32",
-            },
-            2_048,  # 2 x 2 x 2 x (256 / 4) x 4
-            id="head size from the hidden size",
-        ),
-        pytest.param(
-            {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 8},
-            32,  # 2 x 1 x 1 x 8 x 2
-            id="16 bit where the config names no dtype",
-        ),
-    ],
-)
-def test_kv_bytes_per_token(config: dict[str, Any], expected: int) -> None:
-    assert kv_bytes_per_token(config) == expected
-
-
-def test_an_8_bit_cache_halves_it() -> None:
-    config = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 8}
-    assert kv_bytes_per_token(config, dtype_bytes=1) == 16
-
-
-def test_the_generated_model_agrees_with_its_config() -> None:
-    for dtype in ("float32", "bfloat16"):
-        architecture = ModelArchitecture(dtype=dtype)
-        assert kv_bytes_per_token(model_config(architecture)) == architecture.kv_bytes_per_token
 
 
 # --- the command line -------------------------------------------------------
