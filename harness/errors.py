@@ -5,7 +5,9 @@
     ├── ServerError          a server under test could not be used
     │   ├── StartTimeout
     │   ├── ServerExited
-    │   └── ServerSilent
+    │   ├── ServerSilent
+    │   ├── PortTaken
+    │   └── Unreachable
     ├── LoadError            the load client itself failed
     ├── StorageError         a disk refused what had to be written
     └── EvidenceError        saved evidence cannot be used
@@ -44,6 +46,14 @@ class ServerExited(ServerError):
 
 class ServerSilent(ServerError):
     """The server lives and does not answer within its deadline."""
+
+
+class PortTaken(ServerError):
+    """What answers on the server's port cannot be shown to be the server that was started."""
+
+
+class Unreachable(ServerError):
+    """A server that somebody else runs does not answer, or not us."""
 
 
 class StorageError(HarnessError):

@@ -79,6 +79,8 @@ class ReasonCode(enum.Enum):
     EFFECTIVE_UNKNOWN = "arms.effective_unknown"
     # arrival
     SERVER_NOT_READY = "arrival.server_not_ready"
+    SERVER_UNREACHABLE = "arrival.server_unreachable"
+    PORT_TAKEN = "arrival.port_taken"
     CONNECTOR_INEFFECTIVE = "arrival.connector_ineffective"
     KV_SIZE_DIFFERS = "arrival.kv_size_differs"
     # evidence and judge
@@ -223,6 +225,14 @@ REASON_TEXTS: dict[ReasonCode, ReasonText] = {
     ReasonCode.SERVER_NOT_READY: ReasonText(
         "The server never became ready or did not answer.",
         "See the last lines of server.log.",
+    ),
+    ReasonCode.SERVER_UNREACHABLE: ReasonText(
+        "A server that somebody else runs could not be reached, or stopped answering.",
+        "Look at that server and the way to it; `kvgate doctor` asks it again.",
+    ),
+    ReasonCode.PORT_TAKEN: ReasonText(
+        "It cannot be shown that the server which answered is the one that was started.",
+        "Stop the process that the message names, or leave server.port out; run again.",
     ),
     ReasonCode.CONNECTOR_INEFFECTIVE: ReasonText(
         "A forced store, evict, load round trip did not bring the KV back.",

@@ -13,7 +13,7 @@ from harness import stats
 from harness.analysis import oracles
 from harness.analysis.numbers import WAVES, TrialNumbers, select, tier_facts
 from harness.campaign.criteria import CriterionSpec
-from harness.records import Outcome
+from harness.records import ErrorKind, Outcome, RequestRecord
 from harness.verdicts import Compared, Measurement, ReasonCode, Unit, finite_or_inf
 
 # Noise of recompute against itself is measured on a handful of sessions; its maximum over so few
@@ -21,6 +21,9 @@ from harness.verdicts import Compared, Measurement, ReasonCode, Unit, finite_or_
 # this.
 NOISE_MULTIPLE = 4.0
 NOISE_FLOOR_NATS = 1e-3
+
+# Ends of a request of which nobody can say whether the server or the way to it was at fault.
+_LOST = (ErrorKind.CONNECT, ErrorKind.RESET, ErrorKind.TRUNCATED, ErrorKind.TIMEOUT)
 
 
 @dataclass(frozen=True)
@@ -199,10 +202,18 @@ def compared(candidate: Sequence[float], baseline: Sequence[float], unit: Unit) 
 
 
 def arrival_answers(run: RunNumbers, request: Request) -> Measurement:
-    """1 when the first request was answered in full, 0 when the server or the request failed."""
+    """1 when the first request was answered in full, 0 when the server or the request failed.
+
+    Absent where the failure says nothing about the deployment: a server of somebody else's that
+    could not be reached, or a port on which somebody else answered.
+    """
     trials = select(run.trials, arm=request.arm, workload="arrival")
     if not trials:
         return absent(request.name, Unit.COUNT, "no arrival trial")
+    for trial in trials:
+        if (excused := _not_the_deployment(trial)) is not None:
+            code, why = excused
+            return absent(request.name, Unit.COUNT, why, code)
     answered = [r for n in trials for r in n.phase("arrival_store") if r.outcome is Outcome.OK]
     failures = [n.failure for n in trials if n.failure]
     return Measurement(
@@ -214,6 +225,31 @@ def arrival_answers(run: RunNumbers, request: Request) -> Measurement:
         trials=tuple(n.id for n in trials),
         detail={"failure": failures[0]} if failures else {},
     )
+
+
+def _not_the_deployment(trial: TrialNumbers) -> tuple[ReasonCode, str] | None:
+    """Why an arrival trial that failed proves nothing against the deployment; None: it may."""
+    if trial.failure_kind == "PortTaken":
+        return ReasonCode.PORT_TAKEN, trial.failure or ""
+    if trial.server is not None and trial.server.kind != "url":
+        return None
+    if trial.server is None and trial.failure_kind != "Unreachable":
+        return None
+    if trial.failure is not None:
+        return ReasonCode.SERVER_UNREACHABLE, trial.failure
+    lost = [r for r in trial.all_requests if r.outcome is not Outcome.OK and _is_lost(r)]
+    if not lost:
+        return None
+    kind = lost[0].error_kind.value if lost[0].error_kind else "unknown"
+    why = f"{len(lost)} requests got no answer of the server's own, the first: {kind}"
+    return ReasonCode.SERVER_UNREACHABLE, why
+
+
+def _is_lost(record: RequestRecord) -> bool:
+    """The connection broke, or a status of 5xx, as a gateway or a dying engine gives it."""
+    if record.error_kind is ErrorKind.HTTP_STATUS:
+        return (record.http_status or 500) >= 500
+    return record.error_kind in _LOST
 
 
 def arrival_round_trip_ratio(run: RunNumbers, request: Request) -> Measurement:

@@ -74,7 +74,8 @@ class TrialNumbers:
     """What one trial shows. Token counts in tokens, times in seconds; None: not in the evidence.
 
     ``planned``: measured requests of the schedule. Requests of a steady window come without their
-    outputs; ``token_times`` has the arrivals instead.
+    outputs; ``token_times`` has the arrivals instead. ``failure``: what ended the trial early, and
+    ``failure_kind`` the name of that error's class, which older evidence lacks.
     """
 
     facts: TrialFacts
@@ -89,6 +90,7 @@ class TrialNumbers:
     cold: bool | None
     complete: bool
     failure: str | None
+    failure_kind: str | None = None
     planned: int | None = None
     published: Mapping[str, float] = field(default_factory=dict)
     token_times: TokenTimes | None = None
@@ -195,7 +197,9 @@ def trial_numbers(evidence: TrialEvidence) -> TrialNumbers:
     requests, token_times = _requests(evidence)
     planned = evidence.planned_requests()
     ended = _last(events, "trial_ended")
-    failed = _last(events, "server_failed")
+    early = _last(events, "server_failed")
+    if early is None and ended is not None and not ended.detail.get("ok"):
+        early = ended
     return TrialNumbers(
         facts=facts,
         server=evidence.server,
@@ -208,7 +212,8 @@ def trial_numbers(evidence: TrialEvidence) -> TrialNumbers:
         client={s.name: s.value for s in samples if s.source == "client" and s.mark == phase},
         cold=None if (cold := _last(events, "cold")) is None else bool(cold.detail.get("ok")),
         complete=ended is not None and bool(ended.detail.get("ok")),
-        failure=_failure(ended, failed),
+        failure=None if early is None else str(early.detail.get("error")),
+        failure_kind=None if early is None else early.detail.get("error_kind"),
         planned=planned[phase] if phase else None,
         published={
             s.name: s.value
@@ -234,14 +239,6 @@ def _requests(
             times.counts.extend(counts)
     records.sort(key=attrgetter("phase", "seq"))
     return tuple(records), times
-
-
-def _failure(ended: Event | None, failed: Event | None) -> str | None:
-    if failed is not None:
-        return str(failed.detail.get("error"))
-    if ended is not None and not ended.detail.get("ok"):
-        return str(ended.detail.get("error"))
-    return None
 
 
 def counter_deltas(samples: Iterable[MetricSample], start: str, end: str) -> Counters:

@@ -15,7 +15,7 @@ from harness.campaign.plan import Plan, make_plan
 from harness.campaign.reading import load_campaign, read_model_config
 from harness.campaign.sections import DEFAULT_CAMPAIGN, GATES
 from harness.cli.console import ConsoleObserver, steady_console
-from harness.cli.parsing import VerbMaker
+from harness.cli.parsing import EXIT_USAGE, VerbMaker
 from harness.cli.placement_screen import reported_capacity, show_placement
 from harness.cli.run_verbs import judge_and_report
 from harness.errors import PlanError
@@ -191,7 +191,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         remedy = "" if finding.fine else finding.remedy
         table.add_row(mark, finding.name, finding.found, finding.needed, remedy)
     console.print(table)
-    return 0 if all(f.fine for f in findings if f.required) else 2
+    return 0 if all(f.fine for f in findings if f.required) else EXIT_USAGE
 
 
 def _add_power_options(parser: argparse.ArgumentParser) -> None:

@@ -13,12 +13,12 @@ import harness
 from harness import interrupts
 from harness.cli.campaign_verbs import add_campaign_verbs
 from harness.cli.console import SteadyStream
+from harness.cli.parsing import EXIT_USAGE
 from harness.cli.run_verbs import add_run_verbs
 from harness.cli.tier_verbs import add_tier_verb
 from harness.cli.transfer_verbs import add_transfer_verbs
 from harness.errors import EvidenceError, HarnessError, PlanError
 
-EXIT_USAGE = 64
 EXIT_INTERNAL = 70
 EXIT_INTERRUPTED = 130
 

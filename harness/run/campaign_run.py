@@ -39,10 +39,11 @@ from harness.evidence.store import (
 from harness.judge.signoff import judge_arrival
 from harness.load.driver import LoadClient
 from harness.records import Event, ServerFacts, TrialFacts
+from harness.run.doctor import foreign_server
 from harness.run.ownership import SCRATCH, DeadRun, RunOwner, dead_runs
 from harness.run.trial import TrialContext, run_trial, trial_figures
-from harness.server.access import read_secret
-from harness.server.managed import ExternalServer, ManagedServer
+from harness.server.external import ExternalServer
+from harness.server.managed import ManagedServer
 from harness.verdicts import Verdict
 
 HARNESS_DIED = "harness died"
@@ -241,15 +242,7 @@ class CampaignRun:
         self, arm: Arm, scratch: Path, tier_dir: Path | None
     ) -> ManagedServer | ExternalServer:
         if arm.kind == "url":
-            assert arm.url is not None
-            return ExternalServer(
-                arm.name,
-                arm.url,
-                arm.served_model or arms.SERVED_MODEL_NAME,
-                secret=read_secret(arm.api_key_env, arm.api_key_file),
-                verify_tls=arm.verify_tls,
-                answer_deadline_s=self.plan.campaign.server.answer_deadline_s,
-            )
+            return foreign_server(arm, self.plan.campaign.server.answer_deadline_s)
         keys = {other.api_key_env for other in self.plan.campaign.arms.values()}
         spec = arms.launch_spec(
             self.plan.campaign,
@@ -371,7 +364,8 @@ class CampaignRun:
         if facts is None:
             return
         writer = self._start_trial(facts)
-        writer.add_event(Event(time.monotonic_ns(), "server_failed", {"error": str(error)[:4000]}))
+        detail = {"error": str(error)[:4000], "error_kind": type(error).__name__}
+        writer.add_event(Event(time.monotonic_ns(), "server_failed", detail))
         spec = getattr(server, "spec", None)
         writer.set_server(
             ServerFacts(

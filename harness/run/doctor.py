@@ -17,12 +17,13 @@ from pathlib import Path
 
 import psutil
 
-from harness.campaign.arms import allowed_cores, tier_root, vllm_python
+from harness.campaign.arms import SERVED_MODEL_NAME, allowed_cores, tier_root, vllm_python
 from harness.campaign.estimates import evidence_bytes, tier_bytes
 from harness.campaign.plan import Plan
 from harness.campaign.sections import Arm
 from harness.errors import ServerError
 from harness.server.access import read_secret
+from harness.server.external import ExternalServer
 
 GIB = 2**30
 CHECK_DEADLINE_S = 60
@@ -50,6 +51,7 @@ def examine(plan: Plan, *, home: Path, runs_root: Path) -> list[Finding]:
         _python(),
         *_vllm(plan, home),
         *_keys(plan),
+        *_foreign_servers(plan),
         _memory(plan),
         _writable("runs directory", runs_root, "give another directory with --runs"),
         *_tier_roots(plan),
@@ -192,6 +194,42 @@ def _keys(plan: Plan) -> Iterator[Finding]:
         remedy = "set the variable, or write the key into the file"
         needed = f"the key of arms.{arm.name}"
         yield Finding("API key", found, needed, found == "readable", True, remedy)
+
+
+def _foreign_servers(plan: Plan) -> Iterator[Finding]:
+    """Servers that somebody else runs: asked now, because nothing here can start them later."""
+    for arm in plan.campaign.arms.values():
+        if arm.kind != "url":
+            continue
+        try:
+            server = foreign_server(arm, plan.campaign.server.answer_deadline_s)
+        except ServerError:
+            continue  # told above, as the key that cannot be read
+        found = "answers and lists the model"
+        try:
+            server.check_usable()
+        except ServerError as error:
+            found = str(error)
+        yield Finding(
+            f"server of {arm.name}",
+            found,
+            f"answers /health and lists {server.model} in /v1/models",
+            found.startswith("answers"),
+            True,
+        )
+
+
+def foreign_server(arm: Arm, answer_deadline_s: float) -> ExternalServer:
+    """The server of an arm that somebody else runs. Raises ServerError when its key is missing."""
+    assert arm.url is not None
+    return ExternalServer(
+        arm.name,
+        arm.url,
+        arm.served_model or SERVED_MODEL_NAME,
+        secret=read_secret(arm.api_key_env, arm.api_key_file),
+        verify_tls=arm.verify_tls,
+        answer_deadline_s=answer_deadline_s,
+    )
 
 
 def _direct_io(plan: Plan, runs_root: Path) -> Iterator[Finding]:

@@ -323,7 +323,14 @@ def _run_and_seal(context: TrialContext) -> HarnessError | None:
             context.event("trial_ended", ok=True, wall_ns=time.time_ns())
     except (ServerError, LoadError) as error:
         failure = error
-        context.event("trial_ended", ok=False, error=str(error)[:2000], wall_ns=time.time_ns())
+        kind = type(error).__name__
+        context.event(
+            "trial_ended",
+            ok=False,
+            error=str(error)[:2000],
+            error_kind=kind,
+            wall_ns=time.time_ns(),
+        )
     except OSError as error:
         if not is_disk_full(error):
             context.event("trial_ended", ok=False, error=f"OSError: {error}"[:2000])

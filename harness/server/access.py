@@ -39,6 +39,20 @@ class Access:
         """One POST. Raises httpx.HTTPError."""
         return self._send("POST", path, timeout_s, **content)
 
+    def served_models(self, *, timeout_s: float) -> list[str]:
+        """Names of the models that /v1/models lists. Raises httpx.HTTPError, or ServerError when
+        the page is no list of models.
+        """
+        answer = self.get("/v1/models", timeout_s=timeout_s).raise_for_status()
+        try:
+            return [str(model["id"]) for model in answer.json()["data"]]
+        except (ValueError, TypeError, LookupError) as error:
+            found = self.redacted(answer.text[:80])
+            raise ServerError(
+                f"{self.root_url}/v1/models: found {found!r}; allowed: a list of models as "
+                "OpenAI's API defines it"
+            ) from error
+
     def redacted(self, text: str) -> str:
         """The text without the key: a server may echo what it was sent."""
         return text.replace(self.secret, "***") if self.secret else text

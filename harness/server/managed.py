@@ -1,6 +1,6 @@
 """A vLLM server of ours: started, watched until ready, asked for its facts, stopped without a rest.
 
-Also `ExternalServer`, the same surface for a server that somebody else runs.
+`external.ExternalServer` has the same surface for a server that somebody else runs.
 """
 
 from __future__ import annotations
@@ -24,11 +24,18 @@ import httpx
 
 from harness import interrupts
 from harness.campaign.arms import SERVED_MODEL_NAME, LaunchSpec
-from harness.errors import ServerError, ServerExited, ServerSilent, StartTimeout
+from harness.errors import (
+    PortTaken,
+    ServerError,
+    ServerExited,
+    ServerSilent,
+    StartTimeout,
+)
 from harness.records import ProcessFacts, ServerFacts
 from harness.server import processes
 from harness.server.access import Access
 from harness.server.facts import effective_configuration, error_lines
+from harness.server.listeners import holder_of, listeners_of
 from harness.server.processes import OwnedProcess, OwnedServer, start_ticks
 
 logger = logging.getLogger(__name__)
@@ -37,6 +44,8 @@ STOP_GRACE_S = 20.0
 ANSWER_DEADLINE_S = 60.0
 # A refused connection is told before the end of the process behind it.
 EXIT_TOLD_S = 3.0
+# /health and /v1/models of a server that starts; asked again until its deadline.
+READY_ANSWER_S = 5.0
 SHARED_MEMORY = "/dev/shm"
 Progress = Callable[[str], None]
 
@@ -133,7 +142,10 @@ class ManagedServer:
         return Access(self.base_url)
 
     def start(self) -> None:
-        """Starts the tree and waits until it answers. Raises StartTimeout or ServerExited."""
+        """Starts the tree and waits until it is ready.
+
+        Raises StartTimeout, ServerExited, PortTaken.
+        """
         if not Path(self.spec.argv[0]).is_file():
             raise ServerError(
                 f"arm {self.spec.arm}: no interpreter at {self.spec.argv[0]}; run `kvgate setup`, "
@@ -195,27 +207,68 @@ class ManagedServer:
         self._ended.set()  # the supervisor itself is gone
 
     def _wait_until_ready(self) -> None:
+        """Ready: /health answers, from a socket of our own tree, and our model is served."""
         started = time.monotonic()
         deadline = started + self.spec.ready_deadline_s
-        with httpx.Client(base_url=self.base_url, timeout=5.0, trust_env=False) as client:
-            while True:
-                self.check_alive()
+        while True:
+            self.check_alive()
+            self._note_tree()
+            elapsed = time.monotonic() - started
+            self._progress(f"starting, {elapsed:.0f} s")
+            missing = self._missing_to_be_ready()
+            if missing is None:
                 self._note_tree()
-                elapsed = time.monotonic() - started
-                self._progress(f"starting, {elapsed:.0f} s")
-                try:
-                    if client.get("/health").status_code == 200:
-                        self._note_tree()
-                        return
-                except httpx.TransportError:
-                    pass  # not listening yet
-                if time.monotonic() > deadline:
-                    raise StartTimeout(
-                        f"arm {self.spec.arm}: not ready after {self.spec.ready_deadline_s:.0f} s "
-                        f"(allowed: server.ready_deadline_s); last lines of {self.log_path.name}:\n"
-                        + error_lines(self.log_text())
-                    )
-                time.sleep(0.25)  # polling an external process, bounded by the deadline
+                return
+            if time.monotonic() > deadline:
+                raise StartTimeout(
+                    f"arm {self.spec.arm}: not ready after {self.spec.ready_deadline_s:.0f} s "
+                    f"(allowed: server.ready_deadline_s): {missing}; last lines of "
+                    f"{self.log_path.name}:\n" + error_lines(self.log_text())
+                )
+            time.sleep(0.25)  # polling an external process, bounded by the deadline
+
+    def _missing_to_be_ready(self) -> str | None:
+        """What is missing, None when nothing is. Raises PortTaken, ServerError."""
+        self._check_port()
+        try:
+            status = self.access.get("/health", timeout_s=READY_ANSWER_S).status_code
+            if status != 200:
+                return f"/health answered {status}"
+            self._check_port(answered=True)
+            served = self.access.served_models(timeout_s=READY_ANSWER_S)
+        except httpx.HTTPError as error:  # not listening yet, or busy with its start
+            return f"{type(error).__name__}: {error}"
+        if self.model not in served:
+            raise ServerError(
+                f"arm {self.spec.arm}: /v1/models lists {', '.join(served) or 'no model'}; needed: "
+                f"{self.model}; take --served-model-name out of the arm's args"
+            )
+        return None
+
+    def _check_port(self, *, answered: bool = False) -> None:
+        """Raises PortTaken when a socket of somebody else's can answer on the port.
+
+        ``answered``: something did, so that a socket of our own tree must be found as well.
+        """
+        if self._supervisor is None:
+            return
+        root = self._supervisor.pid
+        found = listeners_of(self.port, [root, *processes.descendants(root)])
+        if found.foreign:
+            whose = ", ".join(sorted(holder_of(inode) for inode in found.foreign))
+            raise PortTaken(
+                f"arm {self.spec.arm}: port {self.port} is answered by {whose}; allowed: the "
+                "server that this run started, alone; stop the other, or leave server.port out to "
+                "get a free one"
+            )
+        # A server that ended right after its answer has no socket, and nobody answers any more.
+        if answered and not found.ours and (found.unreadable or _port_open(self.port)):
+            raise PortTaken(
+                f"arm {self.spec.arm}: cannot tell whose server answers on port {self.port}: "
+                f"{found.unreadable or 'no listening socket is shown in /proc/self/net'}; needed: "
+                "a /proc that shows the sockets of the processes this run started; run as the user "
+                "of the server, without hidepid"
+            )
 
     def check_alive(self) -> None:
         """Raises ServerExited, with the last error lines of the log, when the server has ended."""
@@ -235,7 +288,10 @@ class ManagedServer:
         )
 
     def check_answers(self) -> None:
-        """Raises ServerExited or ServerSilent when there is no answer within the deadline."""
+        """Raises ServerExited or ServerSilent when there is no answer within the deadline.
+
+        Raises PortTaken when another process may have given it.
+        """
         self.check_alive()
         try:
             status = self.access.get("/health", timeout_s=self._answer_deadline_s).status_code
@@ -245,6 +301,7 @@ class ManagedServer:
             how = f"/health: {type(error).__name__}: {error}"
         else:
             if status < 500:
+                self._check_port(answered=True)
                 return
             how = f"/health answered {status}"
         if not how.startswith("no answer"):
@@ -258,6 +315,7 @@ class ManagedServer:
 
     def facts(self) -> ServerFacts:
         """What was asked for and what the server itself says, read back now."""
+        self._check_port()
         found = []
         for pid in self.pids():
             stat = processes.stat_fields(pid)
@@ -378,81 +436,6 @@ class ManagedServer:
                 shared_memory=tuple(path for path in shared if path is not None),
             )
         )
-
-
-class ExternalServer:
-    """A server somebody else runs: it is never started, stopped, reset or looked into by us."""
-
-    owned = False
-
-    def __init__(
-        self,
-        arm: str,
-        base_url: str,
-        model: str,
-        *,
-        secret: str | None = None,
-        verify_tls: bool = True,
-        answer_deadline_s: float = ANSWER_DEADLINE_S,
-    ) -> None:
-        self.arm, self.model = arm, model
-        self.access = Access(base_url, secret, verify_tls)
-        self.base_url = self.access.root_url
-        self._answer_deadline_s = answer_deadline_s
-
-    def __enter__(self) -> Self:
-        self.check_answers()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def facts(self) -> ServerFacts:
-        """What the server says of itself over HTTP."""
-        effective, versions = effective_configuration(
-            self.access, "", timeout_s=self._answer_deadline_s
-        )
-        return ServerFacts(
-            arm=self.arm,
-            kind="url",
-            argv=(),
-            environment={},
-            effective=effective,
-            versions=versions,
-        )
-
-    def pids(self) -> list[int]:
-        """Unknown: the processes are not ours."""
-        return []
-
-    def log_text(self, start: int = 0) -> str:
-        """Unknown."""
-        return ""
-
-    def log_size(self) -> int:
-        """Unknown."""
-        return 0
-
-    def check_alive(self) -> None:
-        """Raises ServerError when the server does not answer."""
-        self.check_answers()
-
-    def check_answers(self) -> None:
-        """Raises ServerError when the server is silent, fails or refuses the key."""
-        try:
-            status = self.access.get("/v1/models", timeout_s=self._answer_deadline_s).status_code
-        except httpx.HTTPError as error:
-            raise ServerSilent(
-                f"arm {self.arm}: {self.base_url} does not answer: {type(error).__name__}: "
-                f"{self.access.redacted(str(error))}; check the arm's url"
-            ) from error
-        if status in (401, 403):
-            raise ServerError(
-                f"arm {self.arm}: {self.base_url} refuses us with status {status}; check "
-                "api_key_env or api_key_file of the arm"
-            )
-        if status >= 500:
-            raise ServerSilent(f"arm {self.arm}: {self.base_url}/v1/models answered {status}")
 
 
 def _shared_memory_names() -> frozenset[str]:

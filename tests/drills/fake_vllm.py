@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 DIRECTORY = Path(os.environ["KVGATE_FAKE_DIR"])
+MODEL = "kvgate-model"
 METRICS = """\
 vllm:cache_config_info{block_size="16",num_gpu_blocks="64",enable_prefix_caching="True"} 1.0
 """
@@ -60,7 +61,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pages: dict[str, str] = {
             "/health": "",
             "/version": json.dumps({"version": "0.32.0"}),
-            "/v1/models": json.dumps({"data": [{"max_model_len": 2048}]}),
+            "/v1/models": json.dumps({"data": [{"id": MODEL, "max_model_len": 2048}]}),
             "/metrics": METRICS,
         }
         self._answer(200 if self.path in pages else 404, pages.get(self.path, ""))

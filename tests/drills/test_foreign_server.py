@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import socket
 import ssl
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 from harness.evidence.store import open_run, read_verdict
+from harness.verdicts import ReasonCode, Verdict
 from tests.drills.drill import REPOSITORY
 
 KEY = "sk-planted-7c1f0a9be2d84"
@@ -50,7 +52,7 @@ kind = "url"
 role = "tiered"
 medium = "host"
 url = "{url}"
-served_model = "theirs"
+served_model = "{model}"
 {key}
 {tls}
 
@@ -71,19 +73,24 @@ class Echo(http.server.BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     seen: list[tuple[str, str | None]]
-    is_ready = True
+    models = json.dumps({"data": [{"id": "theirs", "max_model_len": 2048}]})
+    dies_at_completion = False
 
     def do_GET(self) -> None:
         pages: dict[str, Any] = {
             "/health": "",
             "/version": json.dumps({"version": f"1 {self.headers.get('Authorization')}"}),
-            "/v1/models": json.dumps({"data": [{"max_model_len": 2048}]}),
+            "/v1/models": self.models,
             "/metrics": f'echo{{key="{self.headers.get("Authorization")}"}} 1.0\n',
         }
         self._answer(pages)
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.dies_at_completion:
+            self.close_connection = True
+            self.server.socket.close()
+            return
         self._answer({})
 
     def _answer(self, pages: dict[str, Any]) -> None:
@@ -105,9 +112,11 @@ class Echo(http.server.BaseHTTPRequestHandler):
 
 
 @contextmanager
-def server(certificate: Path | None = None) -> Iterator[tuple[str, list[tuple[str, str | None]]]]:
+def server(
+    certificate: Path | None = None, **changed: Any
+) -> Iterator[tuple[str, list[tuple[str, str | None]]]]:
     seen: list[tuple[str, str | None]] = []
-    handler = type("Handler", (Echo,), {"seen": seen})
+    handler = type("Handler", (Echo,), {"seen": seen, **changed})
     web = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     if certificate is not None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -142,9 +151,15 @@ def certificate(tmp_path: Path) -> Path:
 
 
 def run(
-    root: Path, url: str, *, key: str = 'api_key_env = "PLANTED_KEY"', tls: str = "", secret: str
+    root: Path,
+    url: str,
+    *,
+    key: str = 'api_key_env = "PLANTED_KEY"',
+    tls: str = "",
+    secret: str,
+    model: str = "theirs",
 ) -> subprocess.CompletedProcess[str]:
-    (root / "foreign.toml").write_text(CAMPAIGN.format(url=url, key=key, tls=tls))
+    (root / "foreign.toml").write_text(CAMPAIGN.format(url=url, key=key, tls=tls, model=model))
     command = [sys.executable, "-m", "harness", "run", "foreign.toml", "--runs", "runs"]
     return subprocess.run(
         command,
@@ -222,19 +237,87 @@ def test_tls_is_verified_unless_the_campaign_says_otherwise(
         result = run(tmp_path, url, tls=tls, secret=KEY)
     paths = {path for path, _key in seen}
     assert (f"{BASE}/v1/completions" in paths) is reached
-    assert_key_is_nowhere(tmp_path, result)
-    if not reached:
-        stopped = open_run(the_run(tmp_path)).stopped or ""
-        assert "does not answer: ConnectError" in stopped
-        assert "CERTIFICATE_VERIFY_FAILED" in stopped
+    if reached:
+        assert_key_is_nowhere(tmp_path, result)
+    else:
+        assert KEY not in result.stdout + result.stderr
+        assert result.returncode == 64
+        assert "does not answer: ConnectError" in result.stderr
+        assert "CERTIFICATE_VERIFY_FAILED" in result.stderr
+        assert "set verify_tls = false" in result.stderr
 
 
-def test_a_key_that_is_refused_is_named(tmp_path: Path) -> None:
+def doctor(root: Path) -> subprocess.CompletedProcess[str]:
+    """The same questions, in a table."""
+    return subprocess.run(
+        [sys.executable, "-m", "harness", "doctor", "foreign.toml"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={
+            **os.environ,
+            "KVGATE_HOME": str(root / "home"),
+            "PYTHONPATH": str(REPOSITORY),
+            "PLANTED_KEY": KEY,
+            "COLUMNS": "1000",
+        },
+    )
+
+
+def assert_refused_before_any_trial(
+    root: Path, result: subprocess.CompletedProcess[str], found: str
+) -> None:
+    assert (result.returncode, found in result.stderr) == (64, True), result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (root / "runs").exists()
+
+
+def test_a_key_that_is_refused_is_named_before_any_trial(tmp_path: Path) -> None:
     with server() as (url, _seen):
         result = run(tmp_path, url, secret="another-key")
-    assert result.returncode == 1
-    stopped = open_run(the_run(tmp_path)).stopped or ""
-    assert "refuses us with status 401; check api_key_env or api_key_file of the arm" in stopped
+    assert_refused_before_any_trial(
+        tmp_path,
+        result,
+        "refuses us with status 401; check api_key_env or api_key_file of the arm",
+    )
+
+
+def test_a_closed_port_is_named_before_any_trial(tmp_path: Path) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        result = run(tmp_path, url, secret=KEY)
+        examined = doctor(tmp_path)
+    found = f"arm theirs: {url} does not answer: ConnectError: "
+    assert_refused_before_any_trial(tmp_path, result, found)
+    assert (examined.returncode, found in examined.stdout) == (64, True), examined.stdout
+
+
+def test_a_model_that_is_not_served_is_named_with_the_nearest(tmp_path: Path) -> None:
+    with server() as (url, _seen):
+        result = run(tmp_path, url, secret=KEY, model="their")
+        examined = doctor(tmp_path)
+    found = "serves no model their; allowed, by its /v1/models: theirs; did you mean theirs?"
+    assert_refused_before_any_trial(tmp_path, result, found)
+    assert (examined.returncode, found in examined.stdout) == (64, True), examined.stdout
+
+
+def test_a_page_that_is_no_list_of_models_is_named(tmp_path: Path) -> None:
+    with server(models="<html>") as (url, _seen):
+        result = run(tmp_path, url, secret=KEY)
+    assert_refused_before_any_trial(tmp_path, result, "found '<html>'; allowed: a list of models")
+
+
+def test_a_server_that_dies_during_the_run_proves_nothing(tmp_path: Path) -> None:
+    with server(dies_at_completion=True) as (url, _seen):
+        result = run(tmp_path, url, secret=KEY)
+    assert result.returncode == 2, result.stdout
+    signoff = read_verdict(the_run(tmp_path))
+    (ready,) = (c for c in signoff.gates[0].criteria if c.criterion == "server_ready")
+    assert ready.verdict is Verdict.INCONCLUSIVE
+    assert [reason.code for reason in ready.reasons] == [ReasonCode.SERVER_UNREACHABLE]
+    assert "did not answer" not in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,8 @@ def test_a_server_that_is_never_ready_decides_nothing_elsewhere(make: MakeSite) 
     assert run(site, fake.PHASES["server start"]) == 2
     sealed = open_run(the_run(site))
     assert sealed.stopped == (
-        "arm tiered_disk: not ready after 2 s (allowed: server.ready_deadline_s)"
+        "arm tiered_disk: not ready after 2 s (allowed: server.ready_deadline_s): ConnectError: "
+        "[Errno 111] Connection refused"
     )
 
 

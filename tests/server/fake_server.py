@@ -11,11 +11,13 @@ import json
 import mmap
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
+MODEL = "kvgate-model"
 METRICS = """\
 vllm:cache_config_info{block_size="16",num_gpu_blocks="10",enable_prefix_caching="True"} 1.0
 """
@@ -25,6 +27,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     """Health, version, models, metrics; /die ends the process with code 7."""
 
     ready = True
+    model = MODEL
 
     def do_GET(self) -> None:
         if self.path == "/die":
@@ -32,7 +35,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pages: dict[str, tuple[int, str]] = {
             "/health": (200 if self.ready else 503, ""),
             "/version": (200, json.dumps({"version": "0.32.0"})),
-            "/v1/models": (200, json.dumps({"data": [{"max_model_len": 64}]})),
+            "/v1/models": (200, json.dumps({"data": [{"id": self.model, "max_model_len": 64}]})),
             "/metrics": (200, METRICS),
         }
         status, body = pages.get(self.path, (404, ""))
@@ -42,6 +45,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         return
+
+
+class Web(http.server.ThreadingHTTPServer):
+    """Of one's own, or sharing its port with whoever also asks for that."""
+
+    def __init__(self, address: tuple[str, int], *, shares: bool = False) -> None:
+        self.allow_reuse_port = shares
+        if ":" in address[0]:
+            self.address_family = socket.AF_INET6
+        super().__init__(address, Handler)
 
 
 def note(directory: Path, pid: int) -> None:
@@ -91,7 +104,13 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     else:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    if mode == "never_listens":
+        threading.Event().wait()
+    if mode == "other_model":
+        Handler.model = "another"
+    # The wildcard of IPv6 takes connections of IPv4 as well.
+    host = "::" if mode == "ipv6" else "127.0.0.1"
+    server = Web((host, port), shares=mode == "shares_its_port")
     threading.Thread(target=server.serve_forever, daemon=True).start()
     threading.Event().wait()
 

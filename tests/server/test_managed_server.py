@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -20,8 +21,11 @@ import psutil
 import pytest
 
 from harness.campaign.arms import LaunchSpec
-from harness.errors import ServerError, ServerExited, StartTimeout
-from harness.server.managed import ExternalServer, Leftovers, ManagedServer
+from harness.errors import PortTaken, ServerError, ServerExited, StartTimeout
+from harness.server.external import ExternalServer
+from harness.server.listeners import Listeners
+from harness.server.managed import Leftovers, ManagedServer
+from tests.server.fake_server import Web
 from tests.server.managed_script import spec_of
 
 GRACE_S = 0.3
@@ -134,8 +138,8 @@ def test_a_server_that_is_never_ready_is_a_timeout_with_its_last_lines(tmp_path:
     with pytest.raises(StartTimeout) as error, server:
         pytest.fail("it said that it was ready")
     assert str(error.value).splitlines() == [
-        "arm fake: not ready after 1 s (allowed: server.ready_deadline_s); last lines of "
-        "server.log:",
+        "arm fake: not ready after 1 s (allowed: server.ready_deadline_s): /health answered 503; "
+        "last lines of server.log:",
         "ERROR still loading weights",
     ]
     assert server.leftovers == Leftovers()
@@ -151,6 +155,73 @@ def test_a_server_that_ends_at_once_is_told_with_its_code_and_error(tmp_path: Pa
         "ERROR no memory for the KV cache",
     ]
     assert server.leftovers == Leftovers()
+
+
+@contextlib.contextmanager
+def foreign_server(port: int, *, shares: bool = False) -> Iterator[None]:
+    """A whole server of somebody else's on a port: it answers as ours would, model name and all."""
+    web = Web(("127.0.0.1", port), shares=shares)
+    thread = threading.Thread(target=web.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        web.shutdown()
+        web.server_close()
+        thread.join()
+
+
+def test_a_foreign_server_that_takes_the_port_does_not_make_ours_ready(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+
+        def take_the_port(_text: str) -> None:
+            stack.enter_context(foreign_server(server.port))
+
+        server = ManagedServer(
+            spec_of("never_listens", tmp_path),
+            log_path=tmp_path / "server.log",
+            progress=take_the_port,
+            stop_grace_s=GRACE_S,
+        )
+        with pytest.raises(PortTaken) as error, server:
+            pytest.fail("somebody else's server made ours ready")
+    assert f"port {server.port} is answered by process {os.getpid()} (" in str(error.value)
+
+
+def test_a_foreign_server_that_shares_the_port_later_is_noticed(tmp_path: Path) -> None:
+    with managed(tmp_path, "shares_its_port") as server:
+        server.check_answers()
+        with foreign_server(server.port, shares=True):
+            with pytest.raises(PortTaken, match=f"answered by process {os.getpid()}"):
+                server.check_answers()
+            with pytest.raises(PortTaken):
+                server.facts()
+        server.check_answers()
+
+
+def test_a_server_may_listen_on_ipv6_for_both(tmp_path: Path) -> None:
+    with managed(tmp_path, "ipv6") as server:
+        server.check_answers()
+
+
+def test_a_server_of_another_model_is_told_at_once(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ServerError, match="lists another; needed: kvgate-model; take --served-"),
+        managed(tmp_path, "other_model"),
+    ):
+        pytest.fail("it serves another model")
+
+
+def test_sockets_that_cannot_be_read_are_no_proof(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blind = Listeners(unreadable="/proc/7/fd: not permitted")
+    monkeypatch.setattr("harness.server.managed.listeners_of", lambda *_: blind)
+    with (
+        pytest.raises(PortTaken, match=r"cannot tell whose server .* /proc/7/fd: not permitted"),
+        managed(tmp_path, "good"),
+    ):
+        pytest.fail("nobody saw whose server it is")
 
 
 def test_a_missing_interpreter_says_what_to_do(tmp_path: Path) -> None:
@@ -326,7 +397,7 @@ def test_ctrl_c_while_starting_stops_the_server(tmp_path: Path) -> None:
 
 def test_an_external_server_is_asked_and_never_stopped(tmp_path: Path) -> None:
     with managed(tmp_path, "good") as own:
-        with ExternalServer("theirs", own.base_url + "/", "m") as server:
+        with ExternalServer("theirs", own.base_url + "/", "kvgate-model") as server:
             server.check_alive()
             facts = server.facts()
         assert (server.pids(), server.log_text(), server.log_size()) == ([], "", 0)
