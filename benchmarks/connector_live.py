@@ -25,7 +25,7 @@ from harness.campaign import arms
 from harness.campaign.generated_model import ensure_model
 from harness.campaign.reading import load_campaign
 from harness.campaign.sections import Arm, Campaign
-from harness.collectors.prometheus import parse_families
+from harness.collectors.prometheus import Page
 from harness.errors import ServerError
 from harness.load.driver import LoadClient, LoadResult
 from harness.records import Outcome, PlannedRequest, PromptRecipe, Schedule
@@ -123,9 +123,9 @@ class _Arm:
         """The sum of the series with these labels, now; 0 when there is none yet."""
         text = self.server.access.get("/metrics", timeout_s=30.0).text
         return sum(
-            value
-            for series, found, value in parse_families(text)
-            if series == name and labels.items() <= found.items()
+            reading.value
+            for reading in Page(text).readings(name)
+            if reading.value is not None and labels.items() <= reading.labels.items()
         )
 
     def reset(self, what: str) -> None:

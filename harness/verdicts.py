@@ -67,6 +67,9 @@ class ReasonCode(enum.Enum):
     LOAD_FAILURES = "trial.load_failures"
     PREEMPTED = "trial.preempted"
     SERVER_CHANGED = "trial.server_changed"
+    ENGINE_RESET = "trial.engine_reset"
+    ENGINE_VANISHED = "trial.engine_vanished"
+    ENGINE_APPEARED = "trial.engine_appeared"
     CLIENT_SATURATED = "trial.client_saturated"
     NOT_STREAMED = "trial.not_streamed"
     NOT_WARM = "trial.not_warm"
@@ -185,6 +188,18 @@ REASON_TEXTS: dict[ReasonCode, ReasonText] = {
     ReasonCode.SERVER_CHANGED: ReasonText(
         "The server restarted, lost a process or reset its counters during the trial.",
         "See server.log; an unplanned restart voids the trial.",
+    ),
+    ReasonCode.ENGINE_RESET: ReasonText(
+        "Counters of one engine of the server began anew while those of another went on.",
+        "An engine restarted amid the trial; see server.log, and run the campaign again.",
+    ),
+    ReasonCode.ENGINE_VANISHED: ReasonText(
+        "An engine of the server was there when the trial began and is not on /metrics at its end.",
+        "See server.log; keep the number of engines fixed while a campaign runs.",
+    ),
+    ReasonCode.ENGINE_APPEARED: ReasonText(
+        "An engine is on /metrics that was not there when the trial began; its past is unknown.",
+        "Start every engine before the campaign; do not scale a server under test.",
     ),
     ReasonCode.CLIENT_SATURATED: ReasonText(
         "The load client was too busy to time requests within its bounds.",

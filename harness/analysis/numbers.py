@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from harness import stats
+from harness.analysis.counters import Counters, counter_deltas
 from harness.evidence.store import TrialEvidence
 from harness.records import (
     Event,
@@ -34,26 +35,6 @@ MEASURED: Mapping[str, tuple[str, str, str]] = {
 PUBLISHED = "published_table"
 # Workloads whose trials are the waves that performance criteria compare.
 WAVES = ("cold_recovery", PUBLISHED)
-
-
-@dataclass(frozen=True)
-class Counters:
-    """Differences of counters between two marks, by name or ``name/part``. Missing key: absent.
-
-    ``resets`` names counters that went down: the server restarted, their difference means nothing.
-    """
-
-    deltas: Mapping[str, float] = field(default_factory=dict)
-    resets: tuple[str, ...] = ()
-
-    def get(self, name: str) -> float | None:
-        """The difference; None when the metric was absent or reset."""
-        return self.deltas.get(name)
-
-    def total(self, name: str) -> float | None:
-        """Sum over all parts of a labelled counter; None when it was absent."""
-        parts = [value for key, value in self.deltas.items() if key.partition("/")[0] == name]
-        return math.fsum(parts) if parts else None
 
 
 @dataclass(frozen=True)
@@ -239,29 +220,6 @@ def _requests(
             times.counts.extend(counts)
     records.sort(key=attrgetter("phase", "seq"))
     return tuple(records), times
-
-
-def counter_deltas(samples: Iterable[MetricSample], start: str, end: str) -> Counters:
-    """Differences of all Prometheus samples between two marks."""
-    first, last = _values(samples, start), _values(samples, end)
-    deltas: dict[str, float] = {}
-    resets = []
-    for key in sorted(first.keys() & last.keys()):
-        delta = last[key] - first[key]
-        if delta < 0 and not key.startswith(("tier_store_backlog", "tier_host")):
-            resets.append(key)
-        else:
-            deltas[key] = delta
-    return Counters(deltas, tuple(resets))
-
-
-def _values(samples: Iterable[MetricSample], mark: str) -> dict[str, float]:
-    found = {}
-    for sample in samples:
-        if sample.source == "prometheus" and sample.mark == mark and sample.value is not None:
-            part = "/".join(sample.labels.values())
-            found[f"{sample.name}/{part}" if part else sample.name] = sample.value
-    return found
 
 
 def _process_values(samples: Iterable[MetricSample], mark: str, name: str) -> dict[str, float]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import psutil
 
-from harness.collectors.prometheus import parse_families
+from harness.collectors.prometheus import Page
 from harness.records import MetricSample
 
 # What a simulated medium has read, counted apart from the connector's own counters.
@@ -54,7 +54,7 @@ def with_simulated_reads(samples: Iterable[MetricSample], page: str) -> list[Met
     The first process gets what the simulated medium counted, the others zero. Without that series
     none has a value: absent is never zero.
     """
-    reads = [value for name, _labels, value in parse_families(page) if name == SIMULATED_READS]
+    reads = [r.value for r in Page(page).readings(SIMULATED_READS) if r.value is not None]
     left: list[float | None] = [*reads[:1]]
     found = []
     for sample in samples:

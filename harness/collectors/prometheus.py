@@ -1,12 +1,15 @@
 """Counters and gauges from a server's /metrics page, under one name whatever the vLLM version.
 
-`METRICS` is the alias table. A metric the page lacks becomes a sample without a value.
+`Page` is the one reader of such a page. `METRICS` is the alias table; a metric that the page lacks
+becomes a sample without a value, and so does a series whose value is no number. Samples keep all
+labels of their series: engines are added up by whoever has looked for resets before.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import httpx
@@ -17,11 +20,20 @@ from harness.records import MetricSample
 
 @dataclass(frozen=True)
 class Metric:
-    """One quantity: its series names, newest first, and the label that tells its parts apart."""
+    """One quantity: its series names, newest first.
+
+    ``over_engines`` makes one value of a gauge of several engines; None: a counter, which is read
+    as a difference between two marks and never as it stands.
+    """
 
     name: str
     series: tuple[str, ...]
-    label: str | None = None
+    over_engines: Callable[[Iterable[float]], float] | None = None
+
+    @property
+    def is_gauge(self) -> bool:
+        """Its value may go down; it has no differences and no resets."""
+        return self.over_engines is not None
 
 
 METRICS: tuple[Metric, ...] = (
@@ -31,54 +43,101 @@ METRICS: tuple[Metric, ...] = (
     Metric("external_hit_tokens", ("vllm:external_prefix_cache_hits_total",)),
     Metric("prompt_tokens", ("vllm:prompt_tokens_total",)),
     Metric("generated_tokens", ("vllm:generation_tokens_total",)),
-    Metric("prompt_tokens_by_source", ("vllm:prompt_tokens_by_source_total",), "source"),
-    Metric("cached_tokens_by_source", ("vllm:prompt_tokens_cached_by_source_total",), "source"),
+    Metric("prompt_tokens_by_source", ("vllm:prompt_tokens_by_source_total",)),
+    Metric("cached_tokens_by_source", ("vllm:prompt_tokens_cached_by_source_total",)),
     Metric("preemptions", ("vllm:num_preemptions_total",)),
-    Metric("tier_hit_tokens", ("kvgate:tier_hit_tokens_total",), "tier"),
-    Metric("tier_read_bytes", ("kvgate:tier_read_bytes_total",), "tier"),
+    Metric("tier_hit_tokens", ("kvgate:tier_hit_tokens_total",)),
+    Metric("tier_read_bytes", ("kvgate:tier_read_bytes_total",)),
     Metric("tier_file_read_bytes", ("kvgate:tier_file_read_bytes_total",)),
-    Metric("tier_write_bytes", ("kvgate:tier_write_bytes_total",), "tier"),
-    Metric("tier_store_backlog_blocks", ("kvgate:tier_store_backlog_blocks",)),
+    Metric("tier_write_bytes", ("kvgate:tier_write_bytes_total",)),
     Metric("tier_load_failed_blocks", ("kvgate:tier_load_failed_blocks_total",)),
     Metric("tier_verify_failed_blocks", ("kvgate:tier_verify_failed_blocks_total",)),
     Metric("tier_dropped_store_blocks", ("kvgate:tier_dropped_store_blocks_total",)),
-    Metric("tier_host_used_bytes", ("kvgate:tier_host_used_bytes",)),
-    Metric("tier_host_capacity_bytes", ("kvgate:tier_host_capacity_bytes",)),
-    Metric("tier_disk_enabled", ("kvgate:tier_disk_enabled",)),
-    Metric("tier_direct_io", ("kvgate:tier_direct_io",)),
+    # Blocks and bytes of all engines together; a switch is on when it is on in every engine.
+    Metric("tier_store_backlog_blocks", ("kvgate:tier_store_backlog_blocks",), math.fsum),
+    Metric("tier_host_used_bytes", ("kvgate:tier_host_used_bytes",), math.fsum),
+    Metric("tier_host_capacity_bytes", ("kvgate:tier_host_capacity_bytes",), math.fsum),
+    Metric("tier_disk_enabled", ("kvgate:tier_disk_enabled",), min),
+    Metric("tier_direct_io", ("kvgate:tier_direct_io",), min),
 )
 
 
-def parse_families(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    """(series name, labels, value) of an exposition page. Raises ValueError on malformed text."""
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            yield sample.name, sample.labels, sample.value
+@dataclass(frozen=True)
+class Reading:
+    """One series of a page. ``value`` None: what stands there is no number; ``note`` says what."""
+
+    labels: dict[str, str]
+    value: float | None
+    note: str | None = None
+
+
+class Page:
+    """An exposition page. Raises ValueError on malformed text.
+
+    NaN and infinities are no values, nor is a series that stands there twice. A label without a
+    text is no label, as in the format itself.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._series: dict[str, dict[tuple[tuple[str, str], ...], Reading]] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                self._add(sample.name, sample.labels, sample.value)
+
+    def _add(self, name: str, labels: dict[str, str], value: float) -> None:
+        own = {label: text for label, text in sorted(labels.items()) if text}
+        series = self._series.setdefault(name, {})
+        key = tuple(own.items())
+        if key in series:
+            series[key] = Reading(own, None, "twice on /metrics")
+        elif not math.isfinite(value):
+            series[key] = Reading(own, None, f"{value} on /metrics")
+        else:
+            series[key] = Reading(own, value)
+
+    def names(self) -> list[str]:
+        """Names of all series."""
+        return list(self._series)
+
+    def readings(self, name: str) -> list[Reading]:
+        """All series of a name, in the order of the page; empty when it is not there."""
+        return list(self._series.get(name, {}).values())
 
 
 def samples_from_page(text: str, *, mark: str, t_ns: int) -> list[MetricSample]:
-    """One sample per metric of the table (per part where it has a label); engines are added up."""
-    series: dict[str, list[tuple[dict[str, str], float]]] = {}
-    for name, labels, value in parse_families(text):
-        series.setdefault(name, []).append((labels, value))
+    """One sample per series of each metric of the table. Raises ValueError on malformed text."""
+    page = Page(text)
     samples = []
     for metric in METRICS:
-        found = next((name for name in metric.series if name in series), None)
-        if found is None:
+        found = next((r for name in metric.series if (r := page.readings(name))), None)
+        for reading in found or [Reading({}, None, "absent from /metrics")]:
             samples.append(
                 MetricSample(
-                    t_ns, mark, "prometheus", metric.name, None, error="absent from /metrics"
+                    t_ns,
+                    mark,
+                    "prometheus",
+                    metric.name,
+                    reading.value,
+                    reading.labels,
+                    reading.note,
                 )
             )
-            continue
-        parts: dict[str, float] = {}
-        for labels, value in series[found]:
-            part = labels.get(metric.label, "") if metric.label else ""
-            parts[part] = parts.get(part, 0.0) + value
-        for part, value in sorted(parts.items()):
-            own = {metric.label: part} if metric.label else {}
-            samples.append(MetricSample(t_ns, mark, "prometheus", metric.name, value, own))
     return samples
+
+
+def gauge_value(samples: Iterable[MetricSample], name: str) -> tuple[float | None, str | None]:
+    """(value, why there is none) of a gauge over all engines, by the rule of the table.
+
+    One engine that does not tell makes the whole unknown. Raises KeyError for a name that is no
+    gauge.
+    """
+    rules = {metric.name: metric.over_engines for metric in METRICS if metric.over_engines}
+    rule = rules[name]
+    found = [sample for sample in samples if sample.name == name]
+    values = [sample.value for sample in found if sample.value is not None]
+    if not values or len(values) < len(found):
+        return None, next((s.error for s in found if s.value is None), "absent from /metrics")
+    return rule(values), None
 
 
 def scrape(

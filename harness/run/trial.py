@@ -19,7 +19,7 @@ from harness import interrupts
 from harness.campaign.plan import Plan
 from harness.campaign.sections import Arm
 from harness.collectors.process import read_processes, with_simulated_reads
-from harness.collectors.prometheus import scrape
+from harness.collectors.prometheus import gauge_value, scrape
 from harness.errors import HarnessError, LoadError, ServerError, ServerSilent, StorageError
 from harness.evidence.store import TrialWriter, is_disk_full
 from harness.load.driver import LoadClient
@@ -183,18 +183,17 @@ class TrialContext:
         while zeros < 2:
             self.poke()
             samples, _page = self._scrape("durable")
-            backlog = next(s for s in samples if s.name == "tier_store_backlog_blocks")
-            self.writer.add_samples([backlog])
+            name = "tier_store_backlog_blocks"
+            self.writer.add_samples(s for s in samples if s.name == name)
+            backlog, error = gauge_value(samples, name)
             waited_s = (self.clock() - started) / 1e9
-            if backlog.value is None:
-                self.event("durable", ok=False, error=backlog.error)
+            if backlog is None:
+                self.event("durable", ok=False, error=error)
                 return
-            zeros = zeros + 1 if backlog.value == 0 else 0
-            self.progress(f"waiting for stores, {backlog.value:.0f} blocks left")
+            zeros = zeros + 1 if backlog == 0 else 0
+            self.progress(f"waiting for stores, {backlog:.0f} blocks left")
             if waited_s > DURABLE_DEADLINE_S:
-                self.event(
-                    "durable", ok=False, error=f"backlog {backlog.value:g} after {waited_s:.0f} s"
-                )
+                self.event("durable", ok=False, error=f"backlog {backlog:g} after {waited_s:.0f} s")
                 return
         self.event("durable", ok=True, waited_s=(self.clock() - started) / 1e9)
 

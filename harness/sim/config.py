@@ -18,7 +18,8 @@ class SimConfig(Record):
 
     ``*_curve``: bytes per second in all at so many concurrent loads, as ascending pairs (loads,
     bytes per second), straight between them. ``disk_bytes`` None: unbounded. ``medium`` None: no
-    connector. ``device_blocks`` includes the one block that vLLM never hands out. ``front_s``:
+    connector. ``device_blocks`` includes the one block that vLLM never hands out. ``engines``: so
+    many count, each the requests of its turn; cache, tiers and time they share. ``front_s``:
     median of the log-normal time that a request spends before the engine gets it, 0 is none;
     ``front_sigma``: standard deviation of its logarithm.
     """
@@ -28,6 +29,7 @@ class SimConfig(Record):
     time_scale: float = 1.0
     block_tokens: int = 16
     device_blocks: int = 1024
+    engines: int = 1
     prefix_caching: bool = True
     compute_threads: int = 1
     chunk_tokens: int = 2048
@@ -74,6 +76,7 @@ _POSITIVE = (
     "time_scale",
     "block_tokens",
     "device_blocks",
+    "engines",
     "compute_threads",
     "chunk_tokens",
     "prefill_tokens_per_s",

@@ -30,33 +30,40 @@ TIER: dict[str, tuple[str, ...]] = {
     "kvgate:tier_verify_failed_blocks": ("",),
     "kvgate:tier_dropped_store_blocks": ("",),
 }
-GAUGES = (
+# Of these the first engine has it all, so that the sum over engines is right; the others are
+# switches, which every engine shows.
+SUMMED_GAUGES = (
     "kvgate:tier_store_backlog_blocks",
     "kvgate:tier_host_used_bytes",
     "kvgate:tier_host_capacity_bytes",
+)
+SWITCHES = (
     "kvgate:tier_disk_enabled",
     "kvgate:tier_direct_io",
 )
 
 
 class Counters:
-    """``live`` counts; ``published`` is what the page shows."""
+    """``live`` counts, each engine for itself; ``published`` is what the page shows."""
 
     def __init__(self) -> None:
-        self._live: dict[Key, int] = defaultdict(int)
-        self.published: dict[Key, int] = {}
+        self._live: dict[int, dict[Key, int]] = {}
+        self.published: dict[int, dict[Key, int]] = {}
         self.gauges: dict[str, int] = {}
 
-    def add(self, series: str, amount: int, part: str = "") -> None:
+    def add(self, series: str, amount: int, part: str = "", *, engine: int = 0) -> None:
         """Counts."""
-        self._live[series, part] += amount
+        self._live.setdefault(engine, defaultdict(int))[series, part] += amount
 
     def publish(self, gauges: dict[str, int]) -> None:
         """The end of a step."""
-        self.published = dict(self._live)
+        self.published = {engine: dict(counts) for engine, counts in self._live.items()}
         self.gauges = gauges
 
-    def reset(self) -> None:
-        """All counters at zero, as after a restart."""
-        self._live.clear()
-        self.published.clear()
+    def reset(self, engine: int | None = None) -> None:
+        """Counters at zero, as after a restart; None: of every engine."""
+        for counts in (self._live, self.published):
+            if engine is None:
+                counts.clear()
+            else:
+                counts.pop(engine, None)

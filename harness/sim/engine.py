@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from harness.sim import content
 from harness.sim.cache import DeviceCache
@@ -176,6 +177,11 @@ class Engine:
 
     # -- one request ----------------------------------------------------------
 
+    def _counting(self, request: Request) -> Callable[..., None]:
+        """Counts for the engine whose turn the request was."""
+        engine = (request.number or 0) % self.config.engines
+        return partial(self.counters.add, engine=engine)
+
     def _admit(self, request: Request, now_s: float) -> bool:
         """Takes blocks, looks its KV up, begins to load. False when there is no room yet."""
         block = self.config.block_tokens
@@ -208,7 +214,7 @@ class Engine:
         return True
 
     def _count_lookup(self, request: Request, device: int, sources: Sequence[str]) -> None:
-        block, total, add = self.config.block_tokens, len(request.prompt), self.counters.add
+        block, total, add = self.config.block_tokens, len(request.prompt), self._counting(request)
         external = len(sources) * block
         if self.config.prefix_caching:
             add("vllm:prefix_cache_queries", total)
@@ -234,7 +240,7 @@ class Engine:
 
     def _install(self, request: Request) -> None:
         """Loaded blocks are on the device now; the connector counts them."""
-        load, tiers, add = request.load, self.tiers, self.counters.add
+        load, tiers, add = request.load, self.tiers, self._counting(request)
         assert load is not None
         assert tiers is not None
         payloads = list(load.payloads)
@@ -280,22 +286,24 @@ class Engine:
             tokens = request.prompt[index * block : (index + 1) * block]
             payload = content.computed_payload(request.state, tokens, layers=self.model.layers)
             self._use_block(request, request.keys[index], payload)
-            self._store(request.keys[index], payload, now_s)
+            self._store(request, request.keys[index], payload, now_s)
 
-    def _store(self, key: bytes, payload: bytes, now_s: float) -> None:
+    def _store(self, request: Request, key: bytes, payload: bytes, now_s: float) -> None:
+        add = self._counting(request)
         tiers, medium = self.tiers, self.config.medium
         if tiers is None or medium is None:
             return
         stored, dropped = tiers.stored_blocks, tiers.dropped_blocks
         tiers.store(key, payload, now_s)
         written_bytes = (tiers.stored_blocks - stored) * tiers.block_bytes
-        self.counters.add("kvgate:tier_write_bytes", written_bytes, medium)
-        self.counters.add("kvgate:tier_dropped_store_blocks", tiers.dropped_blocks - dropped)
+        add("kvgate:tier_write_bytes", written_bytes, medium)
+        add("kvgate:tier_dropped_store_blocks", tiers.dropped_blocks - dropped)
 
     def _produce(self, request: Request) -> None:
         """One token leaves; the last one gives the blocks back."""
+        add = self._counting(request)
         if not request.produced:
-            self.counters.add("vllm:prompt_tokens", len(request.prompt))
+            add("vllm:prompt_tokens", len(request.prompt))
         rest = request.prompt[request.used_blocks * self.config.block_tokens :]
         token = content.output_token(
             request.state,
@@ -305,7 +313,7 @@ class Engine:
             cached_tokens=request.cached_tokens,
         )
         request.produced += 1
-        self.counters.add("vllm:generation_tokens", 1)
+        add("vllm:generation_tokens", 1)
         if request.produced == request.max_tokens:
             del self._running[request]
             self.device.release(request.named, request.unnamed)

@@ -50,6 +50,9 @@ class FaultName(enum.Enum):
     COUNTERS_ABSENT = "counters_absent"
     COUNTERS_RESET = "counters_reset"
     ENGINES_DOUBLED = "engines_doubled"
+    ENGINE_RESET = "engine_reset"
+    ENGINE_VANISHED = "engine_vanished"
+    ENGINE_APPEARED = "engine_appeared"
     # time and processes
     COLD_ENGINE = "cold_engine"
     CONVOY = "convoy"
@@ -92,7 +95,10 @@ FAULT_TEXTS: dict[FaultName, str] = {
     FaultName.COUNTERS_RENAMED: "The tier's counters have other names.",
     FaultName.COUNTERS_ABSENT: "The tier's counters are not on the page.",
     FaultName.COUNTERS_RESET: "All counters start again at zero once; processes stay.",
-    FaultName.ENGINES_DOUBLED: "A second engine repeats the first one's series.",
+    FaultName.ENGINES_DOUBLED: "The second engine repeats the first one's series.",
+    FaultName.ENGINE_RESET: "Counters of one engine start again at zero once; the others go on.",
+    FaultName.ENGINE_VANISHED: "The last engine is no longer on the page.",
+    FaultName.ENGINE_APPEARED: "One more engine is on the page, with a past.",
     FaultName.COLD_ENGINE: "Steps take `value` times as long (20), as while compiling.",
     FaultName.CONVOY: "A first token waits `value` seconds (0.3) for others, then for all of them.",
     FaultName.STALL: "Nothing is computed any more; health and metrics answer.",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from harness.sim.config import SimConfig
-from harness.sim.counters import ENGINE, GAUGES, TIER, Counters
+from harness.sim.counters import ENGINE, SUMMED_GAUGES, SWITCHES, TIER, Counters, Key
 from harness.sim.engine import SimModel
 
 MARK = "SIMULATED by harness.sim: no vLLM, no model, no device"
@@ -21,55 +21,80 @@ def metrics_page(
     *,
     model_name: str,
     disk_read_bytes: int,
-    engines: int = 1,
+    shown: Sequence[int] | None = None,
     with_tier: bool = True,
     prefix: str = "kvgate:tier_",
 ) -> str:
-    """The exposition page. ``prefix``: what the tier's series are called instead."""
+    """The exposition page.
+
+    ``shown``: whose counts each engine of the page has, None: its own. ``prefix``: what the tier's
+    series are called instead.
+    """
     lines = [f"# {MARK}"]
-    for engine in range(engines):
+    blocks = list(_shares(config.device_blocks, config.engines))
+    for engine, source in enumerate(range(config.engines) if shown is None else shown):
         own = {"engine": str(engine), "model_name": model_name}
-        lines += _engine_lines(config, counters, own)
+        counts = counters.published.get(source, {})
+        lines += _engine_lines(config, counts, own)
         if config.medium is not None and with_tier:
+            tier = _tier_lines(counts, counters.gauges if engine == 0 else {}, own)
+            lines += [line.replace("kvgate:tier_", prefix, 1) for line in tier]
             lines += [
-                line.replace("kvgate:tier_", prefix, 1) for line in _tier_lines(counters, own)
+                line.replace("kvgate:tier_", prefix, 1)
+                for line in _gauge_lines(SWITCHES, counters.gauges, own)
             ]
         cache = {
             "block_size": str(config.block_tokens),
             "enable_prefix_caching": str(config.prefix_caching),
             "engine": str(engine),
-            "num_gpu_blocks": str(config.device_blocks),
+            "num_gpu_blocks": str(blocks[source]),
         }
         lines.append(_line("vllm:cache_config_info", cache, 1))
     lines.append(_line(DISK_WITNESS, {}, disk_read_bytes))
     return "\n".join(lines) + "\n"
 
 
-def _engine_lines(config: SimConfig, counters: Counters, own: dict[str, str]) -> Iterator[str]:
+def _shares(count: int, parts: int) -> Iterator[int]:
+    """Whole numbers that add up to a count, the first ones larger."""
+    for index in range(parts):
+        yield count // parts + (index < count % parts)
+
+
+def _engine_lines(
+    config: SimConfig, counts: Mapping[Key, int], own: dict[str, str]
+) -> Iterator[str]:
     for series, parts in ENGINE.items():
         if "external" in series and config.medium is None:
             continue
         if series in _SINCE_0_32 and config.dialect == "0.20.1":
             continue
-        yield from _counter_lines(counters, series, parts, own)
+        yield from _counter_lines(counts, series, parts, own)
 
 
-def _tier_lines(counters: Counters, own: dict[str, str]) -> Iterator[str]:
+def _tier_lines(
+    counts: Mapping[Key, int], gauges: Mapping[str, int], own: dict[str, str]
+) -> Iterator[str]:
     for series, parts in TIER.items():
-        yield from _counter_lines(counters, series, parts, own)
-    for series in GAUGES:
+        yield from _counter_lines(counts, series, parts, own)
+    yield from _gauge_lines(SUMMED_GAUGES, gauges, own)
+
+
+def _gauge_lines(
+    names: Sequence[str], gauges: Mapping[str, int], own: dict[str, str]
+) -> Iterator[str]:
+    for series in names:
         yield f"# TYPE {series} gauge"
-        yield _line(series, own, counters.gauges.get(series, 0))
+        yield _line(series, own, gauges.get(series, 0))
 
 
 def _counter_lines(
-    counters: Counters, series: str, parts: tuple[str, ...], own: dict[str, str]
+    counts: Mapping[Key, int], series: str, parts: tuple[str, ...], own: dict[str, str]
 ) -> Iterator[str]:
     yield f"# TYPE {series} counter"
     label = "tier" if series.startswith("kvgate:") else "source"
     for part in parts:
         labels = {**own, label: part} if part else own
-        yield _line(f"{series}_total", labels, counters.published.get((series, part), 0))
+        yield _line(f"{series}_total", labels, counts.get((series, part), 0))
 
 
 def _line(series: str, labels: dict[str, str], value: float) -> str:
@@ -85,7 +110,8 @@ def start_up_log(config: SimConfig, model: SimModel, *, model_path: str, pid: in
         f"{MARK}; dialect of vLLM {config.dialect}",
         f"{engine} [core.py] Initializing a V1 LLM engine (v{config.dialect}) with config: "
         f"model={model_path!r}, dtype=torch.{model.dtype}, max_seq_len={model.max_model_len}, "
-        "tensor_parallel_size=1, enforce_eager=True, kv_cache_dtype=auto, device_config=sim, "
+        f"tensor_parallel_size=1, data_parallel_size={config.engines}, enforce_eager=True, "
+        "kv_cache_dtype=auto, device_config=sim, "
         f"enable_prefix_caching={config.prefix_caching}, enable_chunked_prefill=True, "
         f"max_num_batched_tokens={config.chunk_tokens}",
         f"{engine} [ompmultiprocessing.py] \tlocal_rank=0, core ids=[{cores}]",

@@ -142,11 +142,22 @@ class SimServer:
             self.engine.counters,
             model_name=self.model_name,
             disk_read_bytes=0 if tiers is None else tiers.media["disk"].read_bytes,
-            engines=2 if self._active(FaultName.ENGINES_DOUBLED) else 1,
+            shown=self._shown_engines(),
             with_tier=self._active(FaultName.COUNTERS_ABSENT) is None,
             prefix=_RENAMED if self._active(FaultName.COUNTERS_RENAMED) else "kvgate:tier_",
         )
         await response.whole(200, page.encode(), "text/plain; version=0.0.4; charset=utf-8")
+
+    def _shown_engines(self) -> list[int]:
+        """Whose counts the page's engines have."""
+        shown = list(range(self.config.engines))
+        if self._active(FaultName.ENGINES_DOUBLED):
+            shown = [0] * max(2, len(shown))
+        if self._active(FaultName.ENGINE_VANISHED):
+            shown.pop()
+        if self._active(FaultName.ENGINE_APPEARED):
+            shown.append(0)
+        return shown
 
     async def _tokenize(self, request: HttpRequest, response: HttpResponse) -> None:
         ids = self._prompt_ids(json.loads(request.body))
@@ -239,7 +250,8 @@ class SimServer:
         if FaultName.LEAK in faults:
             size = int(faults[FaultName.LEAK].value or _LEAK_BYTES)
             self._leaked.append(bytearray(b"\x01") * size)
-        new = (faults.keys() & {FaultName.RESTART, FaultName.COUNTERS_RESET}) - self._once
+        once = {FaultName.RESTART, FaultName.COUNTERS_RESET, FaultName.ENGINE_RESET}
+        new = (faults.keys() & once) - self._once
         self._once |= new
         if FaultName.RESTART in new:
             if self._process is not None:
@@ -247,6 +259,8 @@ class SimServer:
             self.engine.restart()
         if FaultName.COUNTERS_RESET in new:
             self.engine.counters.reset()
+        if FaultName.ENGINE_RESET in new:
+            self.engine.counters.reset(self.config.engines - 1)
 
     def _refused(self, prompt: Sequence[int], length: int) -> str | None:
         if not prompt or len(prompt) + length > self.model.max_model_len:

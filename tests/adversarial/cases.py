@@ -32,7 +32,10 @@ Look = Callable[[Finished], str]
 
 @dataclass(frozen=True)
 class Case:
-    """``gate``: where the verdict is looked for. ``code`` None: no reason may be named."""
+    """``gate``: where the verdict is looked for. ``code`` None: no reason may be named.
+
+    ``is_first``: the first check that failed must name it, before all that follows from it.
+    """
 
     name: FaultName
     verdict: Verdict
@@ -41,6 +44,7 @@ class Case:
     gate: str = "g3"
     arm: str = CANDIDATE
     fault: dict[str, Any] = field(default_factory=dict)
+    is_first: bool = False
 
     @property
     def id(self) -> str:
@@ -52,7 +56,8 @@ class Case:
     def expected(self) -> str:
         """For the table."""
         parts = [f"{self.gate.upper()} {self.verdict.value}"]
-        parts += [f"`{self.code.value}`"] if self.code else []
+        first = " first" if self.is_first else ""
+        parts += [f"`{self.code.value}`{first}"] if self.code else []
         parts += [(self.look.__doc__ or "").strip().rstrip(".")] if self.look else []
         return ", ".join(parts)
 
@@ -160,6 +165,10 @@ def _invalid(name: FaultName, code: ReasonCode, **fault: Any) -> Case:
     return Case(name, INCONCLUSIVE, code, fault=fault or _IN_WAVES)
 
 
+def _named_first(name: FaultName, code: ReasonCode, **fault: Any) -> Case:
+    return Case(name, INCONCLUSIVE, code, fault=fault or _IN_WAVES, is_first=True)
+
+
 CASES = (
     _harmless(FaultName.ROLE_CHUNK_EARLY),
     _harmless(FaultName.REASONING_CHANNEL),
@@ -206,6 +215,9 @@ CASES = (
     _invalid(FaultName.COUNTERS_ABSENT, ReasonCode.METRIC_ABSENT),
     _invalid(FaultName.COUNTERS_RESET, ReasonCode.SERVER_CHANGED),
     _invalid(FaultName.ENGINES_DOUBLED, ReasonCode.WITNESSES_DISAGREE),
+    _named_first(FaultName.ENGINE_RESET, ReasonCode.ENGINE_RESET),
+    _named_first(FaultName.ENGINE_VANISHED, ReasonCode.ENGINE_VANISHED, from_request=WAVES + 1),
+    _named_first(FaultName.ENGINE_APPEARED, ReasonCode.ENGINE_APPEARED, from_request=WAVES + 1),
     _invalid(FaultName.COLD_ENGINE, ReasonCode.NOT_WARM, from_request=WAVES, to_request=WAVES + 3),
     Case(
         FaultName.COLD_ENGINE,

@@ -55,7 +55,9 @@ request_deadline_s = 4.0
 answer_deadline_s = 2.0
 
 # Ten simulated seconds pass in one. A prefill takes 0.7; wave and answer outlast a heartbeat.
+# Two engines count, so that every reading is one over engines.
 [server.sim]
+engines = 2
 time_scale = 10.0
 chunk_tokens = 320
 prefill_tokens_per_s = 430.0

@@ -64,8 +64,12 @@ def test_fault_is_seen(
         assert found == [], why(run)
     else:
         assert case.code in found, why(run)
+    if case.is_first:
+        failed = next(check for check in run.signoff.checks if check.failed)
+        assert failed.reasons[0].code is case.code, why(run)
     parts = [f"{case.gate.upper()} {case.verdict.value}"]
-    parts += [f"`{case.code.value}`"] if case.code else []
+    first = " first" if case.is_first else ""
+    parts += [f"`{case.code.value}`{first}"] if case.code else []
     parts += [case.look(run)] if case.look else []
     seen.append(Row(case.name, case.arm, case.expected, ", ".join(parts)))
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from harness.analysis.numbers import counter_deltas
-from harness.collectors.prometheus import METRICS, parse_families, samples_from_page, scrape
+from harness.collectors.prometheus import METRICS, Page, samples_from_page, scrape
 from harness.records import MetricSample
 
 # Two generations of vLLM's page: 0.20 and what 0.32 adds.
@@ -38,10 +38,10 @@ kvgate:tier_store_backlog_blocks{engine="0",model_name="m"} 0
 
 
 def values(text: str) -> dict[str, float | None]:
-    """Values by name or ``name/part``."""
+    """Values by name or ``name/part`` of pages with one engine."""
     found = {}
     for sample in samples_from_page(text, mark="m", t_ns=1):
-        part = "/".join(sample.labels.values())
+        part = sample.labels.get("tier") or sample.labels.get("source")
         found[f"{sample.name}/{part}" if part else sample.name] = sample.value
     return found
 
@@ -85,17 +85,14 @@ def test_every_quantity_is_sampled_whatever_the_page_holds() -> None:
     assert all(s.value is None for s in samples_from_page("", mark="m", t_ns=1))
 
 
-def test_several_engines_add_up() -> None:
-    page = (
-        'vllm:num_preemptions_total{engine="0",model_name="m"} 2\n'
-        'vllm:num_preemptions_total{engine="1",model_name="m"} 3\n'
-        + TIER
-        + TIER.replace('engine="0"', 'engine="1"')
-    )
-    found = values(page)
-    assert found["preemptions"] == 5
-    assert found["tier_hit_tokens/host"] == 200
-    assert found["tier_hit_tokens/disk"] == 400
+def test_engines_and_models_keep_their_identity() -> None:
+    page = TIER + TIER.replace('engine="0"', 'engine="1"')
+    samples = samples_from_page(page, mark="m", t_ns=1)
+    assert [(s.labels, s.value) for s in samples if s.name == "tier_hit_tokens"] == [
+        ({"engine": engine, "model_name": "m", "tier": tier}, value)
+        for engine in "01"
+        for tier, value in (("host", 100), ("disk", 200))
+    ]
 
 
 def test_labelled_parts_stay_apart() -> None:
@@ -124,7 +121,7 @@ def test_deltas_are_taken_between_marks_and_resets_are_told() -> None:
     assert counters.get("external_hit_tokens") == 500
     assert counters.get("external_query_tokens") == 0
     assert counters.get("device_hit_tokens") is None
-    assert counters.resets == ("preemptions",)
+    assert counters.resets == ("preemptions of engine 0 went from 7 to 1",)
     assert counters.get("preemptions") is None
 
 
@@ -134,7 +131,7 @@ def test_deltas_are_taken_between_marks_and_resets_are_told() -> None:
 )
 def test_a_malformed_page_is_refused(page: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
-        list(parse_families(page))
+        Page(page)
 
 
 # --- over HTTP --------------------------------------------------------------

@@ -111,6 +111,7 @@ def test_facts_are_what_was_asked_and_what_was_read_back(tmp_path: Path) -> None
     assert facts.argv == (*server.spec.argv, "--port", str(server.port))
     assert facts.versions == {"vllm": "0.32.0"}
     assert facts.effective == {
+        "engines": 1,
         "block_tokens": 16,
         "device_blocks": 10,
         "kv_capacity_tokens": 160,

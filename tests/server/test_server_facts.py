@@ -93,31 +93,103 @@ def test_a_ready_line_that_is_cut_off_tells_nothing() -> None:
     assert "connector_config" not in from_log(log)
 
 
-INFO = (
-    'vllm:cache_config_info{block_size="128",cache_dtype="auto",enable_prefix_caching="True",'
-    'engine="0",num_gpu_blocks="140"} 1.0\n'
-)
+def info(**labels: str) -> str:
+    """One engine's line; a label with an empty text is left out."""
+    found = {
+        "block_size": "128",
+        "enable_prefix_caching": "True",
+        "engine": "0",
+        "num_gpu_blocks": "140",
+        **labels,
+    }
+    shown = ",".join(f'{name}="{text}"' for name, text in found.items() if text)
+    return f"vllm:cache_config_info{{{shown}}} 1.0\n"
+
+
+ONE = {
+    "engines": 1,
+    "block_tokens": 128,
+    "device_blocks": 140,
+    "prefix_caching": True,
+    "kv_capacity_tokens": 17920,
+}
 
 
 @pytest.mark.parametrize(
     ("page", "expected"),
     [
         pytest.param("", {}, id="no such series"),
+        pytest.param(info(), ONE, id="128 x 140 tokens"),
         pytest.param(
-            INFO,
-            {
-                "block_tokens": 128,
-                "device_blocks": 140,
-                "prefix_caching": True,
-                "kv_capacity_tokens": 17920,
-            },
-            id="128 x 140 tokens",
-        ),
-        pytest.param(
-            INFO.replace('num_gpu_blocks="140"', 'num_gpu_blocks="None"'),
-            {"block_tokens": 128, "prefix_caching": True},
+            info(num_gpu_blocks="None"),
+            {"engines": 1, "block_tokens": 128, "prefix_caching": True},
             id="a capacity that is not known is absent",
         ),
+        pytest.param(
+            info(kv_cache_size_tokens="5120"),
+            ONE | {"kv_capacity_tokens": 5120},
+            id="a hybrid model states less than the product",
+        ),
+        pytest.param(
+            info(kv_cache_size_tokens="None"), ONE, id="a size that is not stated is the product"
+        ),
+        pytest.param(
+            info(num_gpu_blocks="", kv_cache_size_tokens="5120"),
+            {"engines": 1, "block_tokens": 128, "prefix_caching": True, "kv_capacity_tokens": 5120},
+            id="a size without blocks",
+        ),
+        pytest.param(
+            info() + info(engine="1", num_gpu_blocks="90"),
+            ONE | {"engines": 2, "device_blocks": 230, "kv_capacity_tokens": 29440},
+            id="engines of 140 and 90 blocks",
+        ),
+        pytest.param(
+            info() + info(engine="1"),
+            ONE | {"engines": 2, "device_blocks": 280, "kv_capacity_tokens": 35840},
+            id="two engines of 140 blocks",
+        ),
+        pytest.param(
+            info(kv_cache_size_tokens="5120") + info(engine="1"),
+            ONE | {"engines": 2, "device_blocks": 280, "kv_capacity_tokens": 5120 + 17920},
+            id="each engine by what it states itself",
+        ),
+        pytest.param(
+            info() + info(engine="1", num_gpu_blocks="None"),
+            {"engines": 2, "block_tokens": 128, "prefix_caching": True},
+            id="an engine whose blocks are unknown leaves no sum",
+        ),
+        pytest.param(
+            info() + info(engine="1", block_size="64", enable_prefix_caching="False"),
+            {
+                "engines": 2,
+                "block_tokens": [128, 64],
+                "device_blocks": 280,
+                "prefix_caching": [True, False],
+                "kv_capacity_tokens": 140 * 192,
+            },
+            id="what engines state differently equals nothing",
+        ),
+        pytest.param(
+            info() + info(num_gpu_blocks="90"),
+            {"engines": 1, "block_tokens": 128, "prefix_caching": True},
+            id="one engine that contradicts itself",
+        ),
+        pytest.param(
+            info(instance="a:1") + info(instance="b:1"),
+            ONE | {"engines": 2, "device_blocks": 280, "kv_capacity_tokens": 35840},
+            id="two servers behind one page",
+        ),
+        pytest.param(
+            info(num_gpu_blocks="\u00b2", block_size="True"),
+            {"engines": 1, "prefix_caching": True},
+            id="digits that are no number end nothing",
+        ),
+        pytest.param(
+            info(cache_dtype="fp8", sliding_window="None", gpu_memory_utilization="0.9"),
+            ONE | {"cache.cache_dtype": "fp8", "cache.gpu_memory_utilization": 0.9},
+            id="every other label by its name",
+        ),
+        pytest.param(info().replace(" 1.0", " NaN"), ONE, id="the labels tell, whatever the value"),
     ],
 )
 def test_the_metrics_page_tells_capacity(page: str, expected: dict[str, object]) -> None:

@@ -95,4 +95,5 @@ class Rig:
 
     def count(self, series: str, part: str = "") -> int:
         """A counter as published."""
-        return self.engine.counters.published.get((series, part), 0)
+        published = self.engine.counters.published.values()
+        return sum(counts.get((series, part), 0) for counts in published)

@@ -16,7 +16,7 @@ import pytest
 from harness.campaign.arms import LaunchSpec
 from harness.campaign.generated_model import ModelArchitecture, model_config
 from harness.collectors.process import read_processes, with_simulated_reads
-from harness.collectors.prometheus import METRICS, samples_from_page
+from harness.collectors.prometheus import METRICS, gauge_value, samples_from_page
 from harness.load.completion import CompletionStream
 from harness.load.sse import SseParser
 from harness.records import RecordError
@@ -149,6 +149,21 @@ def test_each_dialect_has_the_series_of_its_version(
     samples = samples_from_page(page, mark="m", t_ns=1)
     assert {s.name for s in samples if s.value is None} == absent
     assert {s.name for s in samples} == {metric.name for metric in METRICS}
+
+
+def test_engines_share_the_blocks_and_count_their_own_requests(tmp_path: Path) -> None:
+    with running(tmp_path, time_scale=10.0, engines=3) as server:
+        for _ in range(4):
+            complete(server, prompt=PROMPT)
+        facts = server.facts()
+        page = httpx.get(f"{server.base_url}/metrics", trust_env=False).text
+    assert facts.effective["engines"] == 3
+    assert facts.effective["kv_capacity_tokens"] == 16384
+    samples = samples_from_page(page, mark="m", t_ns=1)
+    counted = {s.labels["engine"]: s.value for s in samples if s.name == "prompt_tokens"}
+    # Requests 0 and 3 are engine 0's.
+    assert counted == {"0": 80.0, "1": 40.0, "2": 40.0}
+    assert gauge_value(samples, "tier_disk_enabled") == (1.0, None)
 
 
 def test_the_medium_of_a_simulation_is_its_own_witness(tmp_path: Path) -> None:

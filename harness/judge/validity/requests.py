@@ -60,26 +60,38 @@ def equal_work(trial: TrialNumbers, bounds: ValidityBounds) -> Check:
 
 
 def server_unchanged(trial: TrialNumbers, bounds: ValidityBounds) -> Check:
-    """Same processes at both marks and no counter went down.
+    """Same processes and engines at all marks, and no counter of an engine went down.
 
     The processes of a server somebody else runs cannot be read; the report lists that as not
     tested.
     """
-    resets, changed = trial.counters.resets, trial.processes_changed
+    counted = (trial.counters, trial.reask_counters)
+    vanished = dict.fromkeys(name for c in counted for name in c.vanished)
+    appeared = dict.fromkeys(name for c in counted for name in c.appeared)
+    resets = [text for c in counted for text in c.resets]
+    changed = trial.processes_changed
     foreign = trial.server is not None and trial.server.kind == "url"
-    if resets:
-        found, fault = f"counters reset: {', '.join(resets)}", ReasonCode.SERVER_CHANGED
+    fault: ReasonCode | None = None
+    if vanished:
+        found, fault = f"gone from /metrics: {', '.join(vanished)}", ReasonCode.ENGINE_VANISHED
+    elif appeared:
+        found, fault = f"new on /metrics: {', '.join(appeared)}", ReasonCode.ENGINE_APPEARED
+    elif resets:
+        found = f"counters reset: {'; '.join(resets[:3])}"
+        found += f" and {len(resets) - 3} more" if len(resets) > 3 else ""
+        whole = any(c.whole_reset for c in counted)
+        fault = ReasonCode.SERVER_CHANGED if whole else ReasonCode.ENGINE_RESET
     elif changed:
         found, fault = "processes changed", ReasonCode.SERVER_CHANGED
     elif changed is None and not foreign:
         found, fault = "no process was read", ReasonCode.METRIC_ABSENT
     else:
-        found, fault = "processes not ours" if changed is None else "same processes", None
+        found = "processes not ours" if changed is None else "same processes"
     return trial_check(
         trial,
         "server_unchanged",
         found=found,
-        allowed="same processes, no counter reset",
+        allowed="same processes and engines, no counter reset",
         fault=fault,
     )
 
