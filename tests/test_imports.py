@@ -47,6 +47,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     ),
     "harness.connector.peer_copy": ({"harness.connector.layout"}, set()),
     "harness.connector.blockfile": (set(), {"xxhash"}),
+    "harness.connector.budget": (set(), set()),
     "harness.connector.keys": ({"harness.connector.blockfile"}, set()),
     "harness.placement": ({"harness.errors", "harness.records", "harness.stats"}, set()),
     "harness.campaign": (VALUES | {"harness.placement", "harness.sim.config"}, {"pydantic"}),
@@ -98,6 +99,8 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "harness.analysis",
             "harness.campaign",
             "harness.collectors",
+            "harness.connector",  # the empty package itself
+            "harness.connector.budget",
             "harness.evidence",
             "harness.interrupts",
             "harness.judge",
@@ -285,7 +288,9 @@ def test_importing_loads_no_patching_library(module: str) -> None:
     assert run.stdout == "[]\n"
 
 
-@pytest.mark.parametrize("module", ["harness.connector.blockfile", "harness.connector.keys"])
+@pytest.mark.parametrize(
+    "module", ["harness.connector.blockfile", "harness.connector.budget", "harness.connector.keys"]
+)
 def test_the_file_format_needs_the_standard_library_only(module: str) -> None:
     code = f"import sys, {module}; print(sorted({{'vllm', 'torch', 'numpy'}} & set(sys.modules)))"
     run = subprocess.run(

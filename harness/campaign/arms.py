@@ -201,6 +201,18 @@ def tier_root(configured: str) -> Path:
     return Path(os.path.expandvars(configured)).expanduser().resolve()
 
 
+def local_ranks(args: Sequence[str]) -> int:
+    """Workers that vLLM starts on this machine for these arguments: tensor x data parallel."""
+    ranks = 1
+    for long, short in (("--tensor-parallel-size", "-tp"), ("--data-parallel-size", "-dp")):
+        for at, text in enumerate(args):
+            name, _, value = text.partition("=")
+            if name.replace("_", "-") in (long, short):
+                value = value or (args[at + 1] if at + 1 < len(args) else "")
+                ranks *= int(value) if value.isdigit() else 1
+    return ranks
+
+
 def default_home() -> Path:
     """Where `kvgate setup` puts the vLLM environment and generated models.
 

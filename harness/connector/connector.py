@@ -34,16 +34,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from harness.connector.admission_gate import AdmissionGate
 from harness.connector.blockfile import CHECKSUM, FORMAT_VERSION, file_bytes
+from harness.connector.budget import pool_problem
 from harness.connector.config import ConfigError, TierConfig, parse_config
 from harness.connector.device import (
     allowed_cpus,
-    available_memory_bytes,
     cache_tensors,
     platform_facts,
 )
 from harness.connector.engine_view import (
     extra_keys,
     kv_cache_spec,
+    local_rank_count,
     reads_tier,
     refusal,
     scheduled_requests,
@@ -185,6 +186,11 @@ class KvgateTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 'event=tier_off effect="served without the tier" reason="%s"', self._refusal
             )
         self._facts = WorkerFacts(problem=self._refusal or "no device cache was registered")
+        # Looked at before any rank of this machine has taken its pool: each wants as much.
+        self._pool_problem = ""
+        if role is KVConnectorRole.WORKER and not self._refusal:
+            ranks = local_rank_count(vllm_config)
+            self._pool_problem = pool_problem(self._config.host_pool_bytes, ranks)
         self._worker: TierWorker | None = None
         self._scheduler: TierScheduler | None = None
         self._gate: AdmissionGate | None = None
@@ -458,12 +464,9 @@ class KvgateTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 f"host_pool_bytes is {self._config.host_pool_bytes}; one block needs {slot_bytes} "
                 f"bytes and this configuration at least {1 + staging} blocks"
             )
-        if total * slot_bytes > (available := available_memory_bytes()):
-            # The pool's pages are touched now; asking for too much would call the OOM killer.
-            raise ConfigError(
-                f"host_pool_bytes is {self._config.host_pool_bytes}; this machine has {available} "
-                "bytes of memory available"
-            )
+        # The pool's pages are touched now; asking for too much would call the OOM killer.
+        if problem := self._pool_problem or pool_problem(total * slot_bytes):
+            raise ConfigError(problem)
         self._worker = self.worker_class(
             self._config,
             layout,

@@ -71,15 +71,6 @@ def allowed_cpus() -> frozenset[int]:
         return frozenset(range(os.cpu_count() or 1))
 
 
-def available_memory_bytes() -> int:
-    """Memory that can be taken without swapping; does not look at control groups."""
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    raise OSError("/proc/meminfo has no MemAvailable")
-
-
 def _attention_backends(vllm_config: Any, kv_cache_config: Any) -> list[str]:
     try:
         from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends

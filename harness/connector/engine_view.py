@@ -57,6 +57,13 @@ def tensor_parallel_rank(vllm_config: Any) -> int:
     return rank
 
 
+def local_rank_count(vllm_config: Any) -> int:
+    """Workers that take their own pool from this machine's memory, data parallel ones included."""
+    parallel = vllm_config.parallel_config
+    ranks = getattr(parallel, "local_world_size", parallel.tensor_parallel_size)
+    return int(ranks) * max(1, int(getattr(parallel, "data_parallel_size_local", 1)))
+
+
 def reads_tier(request: Any) -> bool:
     """False for requests that must compute their whole prompt, as for its log-probabilities."""
     return not (

