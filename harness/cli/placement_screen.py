@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from harness.campaign.placing import Placement, placement
@@ -27,10 +28,10 @@ def show_placement(
     found = placement(plan.campaign, plan.model_config)
     table = Table(title="placement", show_header=False)
     for key, value in _rows(plan, found, reported_tokens or {}):
-        table.add_row(key, value)
+        table.add_row(key, escape(value))
     console.print(table)
     for line in findings(plan, found):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def reported_capacity(run: Path | None) -> dict[str, int]:
