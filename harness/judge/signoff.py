@@ -25,6 +25,7 @@ from harness.judge.validity import (
     effective_value,
     imported_checks,
     invalid_trials,
+    is_declared,
     pair_name,
     trial_checks,
 )
@@ -359,7 +360,7 @@ def _differences(
                 "baseline": baseline,
                 "arm_value": effective_value(one, key),
                 "baseline_value": effective_value(other, key),
-                "declared": key in declared,
+                "declared": is_declared(key, declared),
             }
 
 

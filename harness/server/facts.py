@@ -1,4 +1,4 @@
-"""Reads back what a server says it does: its metrics, its API and its log. Guesses nothing.
+"""Reads back what a server says it does: its metrics, its API and its log (`start_log`).
 
 A key that cannot be read is left out; the judge treats it as unknown, never as equal.
 """
@@ -6,7 +6,6 @@ A key that cannot be read is left out; the judge treats it as unknown, never as 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import re
 from typing import Any
@@ -16,45 +15,56 @@ import httpx
 from harness.collectors.prometheus import Page
 from harness.errors import ServerError
 from harness.server.access import Access
+from harness.server.start_log import from_log
 
-# Lines of vLLM's log (0.20.1 and 0.32.0) and what they tell. `(\w+ pid=..)` prefixes are skipped.
-_LOG_FACTS: tuple[tuple[str, str], ...] = (
-    ("dtype", r"with config: .*?\bdtype=([\w.]+)"),
-    ("kv_cache_dtype", r"with config: .*?\bkv_cache_dtype=(\w+)"),
-    ("prefix_caching", r"with config: .*?\benable_prefix_caching=(True|False)"),
-    ("chunked_prefill", r"with config: .*?\benable_chunked_prefill=(True|False)"),
-    ("enforce_eager", r"with config: .*?\benforce_eager=(True|False)"),
-    ("tensor_parallel", r"with config: .*?\btensor_parallel_size=(\d+)"),
-    ("max_model_len", r"with config: .*?\bmax_seq_len=(\d+)"),
-    ("batched_tokens", r"max_num_batched_tokens=(\d+)"),
-)
-_CORE_IDS = re.compile(r"local_rank=\d+, core ids=\[([\d, ]*)\]")
-_TIER_READY = re.compile(r"kvgate tier ready: (\{.*\})")
 _ERROR_LINE = re.compile(r"\b(ERROR|CRITICAL)\b|Error:|Traceback|error:")
 
 
 def effective_configuration(
     access: Access, log: str, *, timeout_s: float = 30.0
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """(effective configuration, versions) of a running server. Raises ServerError if silent."""
-    effective: dict[str, Any] = from_log(log)
+    """(effective configuration, versions) of a running server. Raises ServerError if silent.
+
+    What its log, its API and its metrics state differently is the list of what they state: it
+    equals neither another server's value nor the campaign's.
+    """
+    found = from_log(log)
     versions: dict[str, str] = {}
     try:
         version = access.get("/version", timeout_s=timeout_s)
-        if version.status_code == 200:
-            versions["vllm"] = access.redacted(str(version.json().get("version")))
+        if version.status_code == 200 and isinstance(text := version.json().get("version"), str):
+            versions["vllm"] = access.redacted(text)
         models = access.get("/v1/models", timeout_s=timeout_s)
-        if models.status_code == 200 and models.json().get("data"):
-            effective["max_model_len"] = models.json()["data"][0].get("max_model_len")
+        if models.status_code == 200:
+            _add(found, _from_models(models.json(), access))
         metrics = access.get("/metrics", timeout_s=timeout_s)
         if metrics.status_code == 200:
-            effective |= from_metrics(metrics.text)
+            _add(found, from_metrics(metrics.text))
     except (httpx.HTTPError, ValueError, TypeError, AttributeError, LookupError) as error:
         raise ServerError(
             f"{access.base_url}: cannot read the configuration back: "
             f"{access.redacted(str(error)) or type(error).__name__}"
         ) from error
-    return effective, versions
+    return found, versions
+
+
+def _from_models(answer: dict[str, Any], access: Access) -> dict[str, Any]:
+    """Names of the served models, and the longest context where all tell the same."""
+    entries = answer.get("data") or []
+    found: dict[str, Any] = {}
+    if entries:
+        found["served_models"] = sorted(access.redacted(str(entry["id"])) for entry in entries)
+    lengths = {entry.get("max_model_len") for entry in entries}
+    if len(lengths) == 1 and type(length := lengths.pop()) is int:
+        found["max_model_len"] = length
+    return found
+
+
+def _add(found: dict[str, Any], more: dict[str, Any]) -> None:
+    """Takes in what another source states. One that states nothing takes nothing back."""
+    for key, value in more.items():
+        seen = found.get(key)
+        found[key] = value if seen is None or seen == value else [seen, value]
 
 
 def from_metrics(text: str) -> dict[str, Any]:
@@ -145,30 +155,6 @@ def _number(text: str) -> Any:
         if math.isfinite(value := float(text)):
             return value
     return text
-
-
-def from_log(log: str) -> dict[str, Any]:
-    """What the start-up log tells; `connector` is the bundled one's own line, else absent."""
-    found: dict[str, Any] = {}
-    for key, pattern in _LOG_FACTS:
-        match = re.search(pattern, log)
-        if match:
-            text = match.group(1)
-            found[key] = {"True": True, "False": False}.get(
-                text, int(text) if text.isdigit() else text
-            )
-    cores = _CORE_IDS.findall(log)
-    if cores:
-        found["compute_threads"] = len([c for c in cores[0].split(",") if c.strip()])
-    ready = _TIER_READY.findall(log)
-    if ready:
-        found["connector"] = "kvgate"
-        with contextlib.suppress(ValueError):  # a line that another process wrote into
-            found["connector_config"] = json.loads(ready[-1])
-    elif log:
-        name = re.search(r"Creating v1 connector with name: (\w+)", log)
-        found["connector"] = name.group(1) if name else "none"
-    return found
 
 
 def error_lines(log: str, count: int = 15) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from harness.sim.config import SimConfig
 from harness.sim.counters import ENGINE, SUMMED_GAUGES, SWITCHES, TIER, Counters, Key
@@ -106,8 +107,17 @@ def start_up_log(config: SimConfig, model: SimModel, *, model_path: str, pid: in
     """The lines that `harness.server.facts` reads, in vLLM's words, after one that says so."""
     cores = ", ".join(str(core) for core in range(config.compute_threads))
     engine = f"(EngineCore pid={pid}) INFO"
+    arguments: dict[str, Any] = {
+        "model": model_path,
+        "block_size": config.block_tokens,
+        "num_gpu_blocks_override": config.device_blocks,
+        "enable_prefix_caching": config.prefix_caching,
+    }
+    if config.medium is not None:
+        arguments["kv_transfer_config"] = {"kv_connector": "KvgateTierConnector"}
     lines = [
         f"{MARK}; dialect of vLLM {config.dialect}",
+        f"(APIServer pid={pid}) INFO [api_utils.py] non-default args: {arguments!r}",
         f"{engine} [core.py] Initializing a V1 LLM engine (v{config.dialect}) with config: "
         f"model={model_path!r}, dtype=torch.{model.dtype}, max_seq_len={model.max_model_len}, "
         f"tensor_parallel_size=1, data_parallel_size={config.engines}, enforce_eager=True, "

@@ -117,7 +117,7 @@ def test_facts_are_what_was_asked_and_what_was_read_back(tmp_path: Path) -> None
         "kv_capacity_tokens": 160,
         "prefix_caching": True,
         "max_model_len": 64,
-        "connector": "none",
+        "served_models": ["kvgate-model"],
     }
     assert [process.pid for process in facts.processes] == [pid]
     assert facts.processes[0].start_ticks > 0

@@ -2,95 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from harness.server.facts import error_lines, from_log, from_metrics
-
-# Lines of vLLM 0.32.0 on the CPU, shortened inside where nothing is read.
-ENGINE_LINE = (
-    "(EngineCore pid=20462) INFO 11-30 23:54:06 [core.py:133] Initializing a V1 LLM engine "
-    "(v0.32.0) with config: model='models/qwen3', speculative_config=None, tokenizer_mode=auto, "
-    "trust_remote_code=False, dtype=torch.float32, max_seq_len=4608, load_format=auto, "
-    "tensor_parallel_size=1, pipeline_parallel_size=1, quantization=None, enforce_eager=True, "
-    "kv_cache_dtype=auto, device_config=cpu, seed=0, served_model_name=kvgate-model, "
-    "enable_prefix_caching=True, enable_chunked_prefill=True, pooler_config=None\n"
-)
-CORES_LINE = (
-    "(EngineCore pid=20462) INFO 11-30 23:54:06 [ompmultiprocessing.py:185] "
-    "\tlocal_rank=0, core ids=[0, 1]\n"
-)
-CREATING_LINE = (
-    "(EngineCore pid=20462) INFO 11-30 23:54:25 [factory.py:62] Creating v1 connector with "
-    "name: {name} and engine_id: be2a5b47-606b-408a-aef3-be9158905e01\n"
-)
-TIER = {"host_pool_bytes": 167772160, "kv_bytes_per_token": 8192, "direct_io": True}
-READY_LINE = (
-    "(EngineCore pid=20462) INFO 11-30 23:54:25 [connector.py:502] kvgate tier ready: "
-    + json.dumps(TIER)
-    + "\n"
-)
-START = "(APIServer pid=20330) INFO 11-30 23:53:50 [api_server.py:1] vLLM API server\n"
-
-BASE = {
-    "dtype": "torch.float32",
-    "kv_cache_dtype": "auto",
-    "prefix_caching": True,
-    "chunked_prefill": True,
-    "enforce_eager": True,
-    "tensor_parallel": 1,
-    "max_model_len": 4608,
-    "connector": "none",
-}
-
-
-@pytest.mark.parametrize(
-    ("log", "expected"),
-    [
-        pytest.param("", {}, id="no log, as of a server of somebody else: nothing is known"),
-        pytest.param(START, {"connector": "none"}, id="a log without those lines"),
-        pytest.param(START + ENGINE_LINE, BASE, id="the engine's configuration"),
-        pytest.param(
-            ENGINE_LINE.replace("enable_prefix_caching=True", "enable_prefix_caching=False"),
-            BASE | {"prefix_caching": False},
-            id="prefix caching off",
-        ),
-        pytest.param(
-            ENGINE_LINE.replace("kv_cache_dtype=auto, ", ""),
-            {key: value for key, value in BASE.items() if key != "kv_cache_dtype"},
-            id="a key that the line lacks is absent",
-        ),
-        pytest.param(CORES_LINE, {"compute_threads": 2, "connector": "none"}, id="two bound cores"),
-        pytest.param(
-            CORES_LINE.replace("[0, 1]", "[3]"),
-            {"compute_threads": 1, "connector": "none"},
-            id="one bound core",
-        ),
-        pytest.param(
-            CREATING_LINE.format(name="KvgateTierConnector") + READY_LINE,
-            {"connector": "kvgate", "connector_config": TIER},
-            id="the bundled connector reports itself",
-        ),
-        pytest.param(
-            CREATING_LINE.format(name="OffloadingConnector"),
-            {"connector": "OffloadingConnector"},
-            id="another connector is known by its name",
-        ),
-        pytest.param(
-            CREATING_LINE.format(name="KvgateTierConnector"),
-            {"connector": "KvgateTierConnector"},
-            id="ours, but it never became ready",
-        ),
-    ],
-)
-def test_the_log_tells_what_it_tells(log: str, expected: dict[str, object]) -> None:
-    assert from_log(log) == expected
-
-
-def test_a_ready_line_that_is_cut_off_tells_nothing() -> None:
-    log = READY_LINE.replace('"direct_io": true}', '"direct_io": tr}')
-    assert "connector_config" not in from_log(log)
+from harness.server.facts import error_lines, from_metrics
 
 
 def info(**labels: str) -> str:

@@ -11,7 +11,13 @@ from collections.abc import Iterable, Sequence
 from harness.analysis.numbers import TrialNumbers
 from harness.campaign.criteria import ValidityBounds
 from harness.judge.validity.cold import CHECKS_BY_ROLE
-from harness.judge.validity.pairs import arm_checks, differing_keys, effective_value, pair_name
+from harness.judge.validity.pairs import (
+    arm_checks,
+    differing_keys,
+    effective_value,
+    is_declared,
+    pair_name,
+)
 from harness.judge.validity.requests import REQUEST_CHECKS, warmth
 from harness.verdicts import Check
 
@@ -21,6 +27,7 @@ __all__ = [
     "effective_value",
     "imported_checks",
     "invalid_trials",
+    "is_declared",
     "pair_name",
     "trial_checks",
 ]

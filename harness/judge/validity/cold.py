@@ -183,8 +183,9 @@ def _baseline_hits(trial: TrialNumbers, name: str, *, device_allowed: bool) -> C
         f"device {shown(device)}, external {shown(external)}, tier bytes {shown(restored)}, "
         f"usage {shown(usage)}"
     )
-    # A server without a connector has no external or tier series; its own log is the witness then.
-    quiet = connector == "none" and not external and not restored
+    # A server without a connector has no external or tier series; its own log is the witness then,
+    # and a log that does not tell is none.
+    quiet = connector in ("none", None) and not external and not restored
     known = device is not None and usage is not None
     slack = trial.figure("block_tokens") * len(trial.requests)
     if device_allowed:
@@ -192,6 +193,9 @@ def _baseline_hits(trial: TrialNumbers, name: str, *, device_allowed: bool) -> C
         fault = None if quiet and agree else ReasonCode.UNEXPECTED_HITS
     else:
         fault = None if quiet and device == 0 and usage == 0 else ReasonCode.UNEXPECTED_HITS
+    if fault is None and connector is None:
+        found += "; the log does not tell whether there is a connector"
+        fault = ReasonCode.EFFECTIVE_UNKNOWN
     return trial_check(
         trial,
         name,

@@ -5,11 +5,38 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from harness.campaign.plan import Plan
-from harness.records import ServerFacts
+from harness.records import ServerFacts, canonical_json
 from harness.verdicts import Check, Reason, ReasonCode
 
-# Effective keys that say nothing of how a server works, or that are judged by their own check.
-_NOT_COMPARED = {"compute_threads", "kv_capacity_tokens", "device_blocks"}
+# Keys that have a check of their own.
+_OWN_CHECK = {"compute_threads", "kv_capacity_tokens", "device_blocks"}
+# What may differ between arms undeclared, with all its parts, and why. Anything else that a server
+# states is compared, whoever has heard of it or not.
+MAY_DIFFER: dict[str, str] = {
+    "args.port": "each server listens on its own",
+    "args.kv_transfer_config": "an arm's role says whether it has one; held against the campaign",
+    "args.num_gpu_blocks_override": "judged as capacity",
+    "cache.num_gpu_blocks_override": "judged as capacity",
+    "cache.kv_cache_memory_bytes": "judged as capacity",
+    "cache.num_cpu_blocks": "judged as capacity",
+    "compilation_config.cache_dir": "where compiled code lies, not what it does",
+    "compilation_config.local_cache_dir": "where compiled code lies, not what it does",
+    "compilation_config.debug_dump_path": "where compiled code lies, not what it does",
+}
+# Keys under which the same fact is told once more: compared as, and declared as, the second one.
+SAME_AS: dict[str, str] = {
+    "args.block_size": "block_tokens",
+    "args.enable_chunked_prefill": "chunked_prefill",
+    "args.enable_prefix_caching": "prefix_caching",
+    "args.max_num_batched_tokens": "batched_tokens",
+    "args.optimization_level": "compilation_config",
+    "args.tensor_parallel_size": "tensor_parallel",
+    "cache._block_size_resolved": "block_tokens",
+    "cache.cache_dtype": "kv_cache_dtype",
+    "cache.effective_attention_block_size": "block_tokens",
+    "cache.user_specified_block_size": "block_tokens",
+    "engines": "data_parallel_size",
+}
 
 
 def arm_checks(
@@ -37,10 +64,44 @@ def pair_name(candidate: str, baseline: str) -> str:
 
 
 def differing_keys(one: ServerFacts, other: ServerFacts) -> list[str]:
-    """Effective keys and versions in which two servers differ."""
+    """Keys that two servers state differently, but for those that may differ undeclared.
+
+    An argument is what was asked; where both servers also state what came of it, that is compared.
+    """
     keys = {*one.effective, *other.effective}
     keys |= {f"version.{name}" for name in (*one.versions, *other.versions)}
-    return [k for k in sorted(keys) if effective_value(one, k) != effective_value(other, k)]
+    return [
+        key
+        for key in sorted(keys)
+        if _spelt(effective_value(one, key)) != _spelt(effective_value(other, key))
+        and not _covered(key, MAY_DIFFER)
+        and not (key.startswith("args.") and all(_fact(key) in s.effective for s in (one, other)))
+    ]
+
+
+def is_declared(key: str, declared: Iterable[str]) -> bool:
+    """A declared key stands for its parts (`compilation_config` for `compilation_config.mode`),
+    and for the other keys that tell the same fact.
+    """
+    names = set(declared)
+    return _covered(key, names) or _covered(_fact(key), names)
+
+
+def _fact(key: str) -> str:
+    """The key of the fact itself: an argument's own name, or what it is the same as."""
+    for name, fact in SAME_AS.items():
+        if _covered(key, (name,)):
+            return fact
+    return key.removeprefix("args.")
+
+
+def _covered(key: str, names: Iterable[str]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def _spelt(value: object) -> str:
+    """A value as it stands in evidence, where 1 is not true."""
+    return canonical_json(value)
 
 
 def effective_value(server: ServerFacts, key: str) -> object:
@@ -50,7 +111,11 @@ def effective_value(server: ServerFacts, key: str) -> object:
 
 
 def _declared_only(one: ServerFacts, other: ServerFacts, declared: set[str]) -> Check:
-    keys = [key for key in differing_keys(one, other) if key not in declared | _NOT_COMPARED]
+    keys = [
+        key
+        for key in differing_keys(one, other)
+        if key not in _OWN_CHECK and not is_declared(key, declared)
+    ]
     found = "; ".join(
         f"{key}: {effective_value(one, key)!r} vs {effective_value(other, key)!r}" for key in keys
     )
