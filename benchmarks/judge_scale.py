@@ -188,14 +188,14 @@ _JUDGE = """
 import json, os, sys, time
 from pathlib import Path
 began = time.monotonic()
-from harness.evidence import store
+from harness.evidence import results
 from harness.run.judging import judge_directory
 from reports.signoff import render_html
 path = Path(sys.argv[1])
 signoff = judge_directory(path)
 judged = time.monotonic()
-store.write_verdict(path, signoff)
-page = store.write_report(path, render_html(signoff, store.read_provenance(path)))
+results.write_verdict(path, signoff)
+page = results.write_report(path, render_html(signoff, results.read_provenance(path)))
 # Not ru_maxrss, which a child inherits from the process that started it.
 status = Path("/proc/self/status").read_text()
 peak = next(line for line in status.splitlines() if line.startswith("VmHWM"))

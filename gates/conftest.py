@@ -23,7 +23,7 @@ from harness.campaign.reading import load_campaign, read_model_config
 from harness.campaign.sections import GATES
 from harness.cli.console import ConsoleObserver
 from harness.errors import HarnessError
-from harness.evidence import store
+from harness.evidence import results
 from harness.judge.signoff import criterion_ids
 from harness.run.campaign_run import CampaignRun, clean_up_dead_runs, model_directory
 from harness.run.checking import saved_plan
@@ -57,9 +57,9 @@ class _Session:
             evidence: Path | None = self.config.getoption("--evidence")
             self.run_path = evidence if evidence is not None else self._run_live()
             self.signoff = judge_directory(self.run_path)
-            store.write_verdict(self.run_path, self.signoff)
-            provenance = store.read_provenance(self.run_path)
-            store.write_report(self.run_path, render_html(self.signoff, provenance))
+            results.write_verdict(self.run_path, self.signoff)
+            provenance = results.read_provenance(self.run_path)
+            results.write_report(self.run_path, render_html(self.signoff, provenance))
         return self.signoff
 
     def _run_live(self) -> Path:

@@ -23,6 +23,40 @@ from typing import Any, Self
 EVIDENCE_FORMAT = 1
 
 
+class StopCause(enum.Enum):
+    """Why a run or a trial ended before its plan, as its seal or its last event says."""
+
+    STOP_LOSS = "stop_loss"
+    SERVER_UNREACHABLE = "server_unreachable"
+    PORT_TAKEN = "port_taken"
+    SERVER_NOT_READY = "server_not_ready"
+    SERVER_ENDED = "server_ended"
+    SERVER_SILENT = "server_silent"
+    SERVER_UNUSABLE = "server_unusable"
+    LOAD_FAILED = "load_failed"
+    SUSPENDED = "suspended"
+    DISK_FULL = "disk_full"
+    INTERRUPTED = "interrupted"
+    HARNESS_DIED = "harness_died"
+    HARNESS_FAILED = "harness_failed"
+
+
+# Causes that lie outside the system under test: nothing measured beside them may become STOP.
+ENVIRONMENT = frozenset(
+    {
+        StopCause.SERVER_UNREACHABLE,
+        StopCause.PORT_TAKEN,
+        StopCause.SERVER_UNUSABLE,
+        StopCause.LOAD_FAILED,
+        StopCause.SUSPENDED,
+        StopCause.DISK_FULL,
+        StopCause.INTERRUPTED,
+        StopCause.HARNESS_DIED,
+        StopCause.HARNESS_FAILED,
+    }
+)
+
+
 class RecordError(ValueError):
     """A JSON value does not have the shape of the record it should be."""
 

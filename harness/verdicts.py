@@ -44,6 +44,14 @@ def merge(verdicts: Iterable[Verdict]) -> Verdict:
 class ReasonCode(enum.Enum):
     """Every reason a verdict can name. Meaning and remedy: `REASON_TEXTS`."""
 
+    # what ended the run
+    SERVER_UNUSABLE = "run.server_unusable"
+    SERVER_ENDED = "run.server_ended"
+    SERVER_SILENT = "run.server_silent"
+    DISK_FULL = "run.disk_full"
+    INTERRUPTED = "run.interrupted"
+    HARNESS_DIED = "run.harness_died"
+    HARNESS_FAILED = "run.harness_failed"
     # performance and oracle criteria
     BELOW_TARGET = "criterion.below_target"
     UNDECIDED = "criterion.undecided"
@@ -94,6 +102,7 @@ class ReasonCode(enum.Enum):
     JUDGE_FAILED = "judge.failed"
     STOP_LOSS = "gate.stop_loss"
     GATE_NOT_REACHED = "gate.not_reached"
+    TOO_MANY_INVALID = "gate.too_many_invalid"
 
 
 @dataclass(frozen=True)
@@ -105,6 +114,34 @@ class ReasonText:
 
 
 REASON_TEXTS: dict[ReasonCode, ReasonText] = {
+    ReasonCode.SERVER_UNUSABLE: ReasonText(
+        "A server could not be started or asked, for a reason outside the deployment.",
+        "Do what the message says (interpreter, port, key, configuration); then run again.",
+    ),
+    ReasonCode.SERVER_ENDED: ReasonText(
+        "The server, or its supervisor, ended by itself while the run needed it.",
+        "See the last lines of server.log of the trial named; was it killed, or out of memory?",
+    ),
+    ReasonCode.SERVER_SILENT: ReasonText(
+        "The server lived and stopped answering within its deadline.",
+        "See server.log; a machine that is really that slow needs a longer deadline.",
+    ),
+    ReasonCode.DISK_FULL: ReasonText(
+        "The disk for the evidence refused to be written, so the run ended there.",
+        "Free space (`kvgate runs prune`) or give another directory with --runs; then go on.",
+    ),
+    ReasonCode.INTERRUPTED: ReasonText(
+        "The operator interrupted the run.",
+        "Go on with `kvgate run --resume RUN`, or run again.",
+    ),
+    ReasonCode.HARNESS_DIED: ReasonText(
+        "The harness was killed; what it had recorded was sealed later.",
+        "Go on with `kvgate run --resume RUN`, or run again.",
+    ),
+    ReasonCode.HARNESS_FAILED: ReasonText(
+        "The harness itself failed; that is our defect.",
+        "Report it with the run directory.",
+    ),
     ReasonCode.BELOW_TARGET: ReasonText(
         "The measured value misses the target by more than the rule allows.",
         "The agreed effect is not delivered; compare the arm's hit tokens, bytes and bandwidth.",
@@ -285,6 +322,10 @@ REASON_TEXTS: dict[ReasonCode, ReasonText] = {
         "The run ended before this gate's trials.",
         "Run the campaign again.",
     ),
+    ReasonCode.TOO_MANY_INVALID: ReasonText(
+        "More of the measured trials are invalid than the profile allows.",
+        "See why each of them is invalid.",
+    ),
 }
 
 
@@ -431,6 +472,37 @@ class Check(Record):
 
 
 @dataclass(frozen=True)
+class Finding(Record):
+    """One value found that a reason rests on. ``places``: criteria, checks and gates naming it."""
+
+    text: str
+    evidence: str
+    places: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Consequence(Record):
+    """A reason that merely follows from another one. ``verdict``: the gravest it stands under."""
+
+    code: ReasonCode
+    verdict: Verdict
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True)
+class Cause(Record):
+    """A reason that follows from no other, with what follows from it (docs/reasons.md).
+
+    ``verdict``: the gravest that it or a consequence of it stands under.
+    """
+
+    code: ReasonCode
+    verdict: Verdict
+    findings: tuple[Finding, ...]
+    consequences: tuple[Consequence, ...]
+
+
+@dataclass(frozen=True)
 class GateVerdict(Record):
     """Verdict of one gate with all its criteria."""
 
@@ -479,7 +551,10 @@ class ArmSummary(Record):
 
 @dataclass(frozen=True)
 class SignOff(Record):
-    """Content of ``verdicts/<judge-version>.json``; made of evidence, criteria and judge alone."""
+    """Content of ``verdicts/<judge-version>.json``; made of evidence, criteria and judge alone.
+
+    ``causes``: why, the root cause of the verdict first; empty for a PASS with nothing to note.
+    """
 
     judge_version: str
     campaign: str
@@ -487,6 +562,7 @@ class SignOff(Record):
     signable: bool
     label: str
     verdict: Verdict
+    causes: tuple[Cause, ...]
     gates: tuple[GateVerdict, ...]
     checks: tuple[Check, ...]
     cells: tuple[Cell, ...]

@@ -60,8 +60,23 @@ class Occurrence:
 
 
 @dataclass(frozen=True)
+class Following:
+    """What merely follows from a reason: one code with its findings. ``more``: left out."""
+
+    code: str
+    mark: Mark
+    meaning: str
+    count: int
+    occurrences: tuple[Occurrence, ...]
+    more: int
+
+
+@dataclass(frozen=True)
 class ReasonGroup:
-    """Occurrences of one reason code, its meaning and remedy. ``more``: how many are left out."""
+    """One root cause: findings of one reason code, its meaning and remedy, and what follows.
+
+    ``more``: how many findings are left out.
+    """
 
     code: str
     mark: Mark
@@ -69,6 +84,7 @@ class ReasonGroup:
     remedy: str
     occurrences: tuple[Occurrence, ...]
     more: int
+    following: tuple[Following, ...] = ()
 
 
 @dataclass(frozen=True)

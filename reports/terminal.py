@@ -14,8 +14,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from harness.verdicts import Check, CriterionResult, SignOff, Verdict
-from reports.context import Mark, ReasonGroup
+from harness.verdicts import CriterionResult, SignOff, Verdict
+from reports.context import Following, Mark, ReasonGroup
 from reports.formats import edge, interval, measured
 from reports.safe import clean
 from reports.texts import Texts, load
@@ -27,6 +27,7 @@ from reports.verdict_words import (
     mark,
     missed_words,
     reason_groups,
+    root_cause,
     scope,
     sentence,
 )
@@ -42,19 +43,12 @@ _ASCII = {"≥": ">=", "≤": "<=", "–": "-", "·": ","}
 
 
 def verdict_table(signoff: SignOff, locale: str = "en") -> RenderableType:
-    """Criteria, failed checks, reasons with remedies and, last, the verdict and why.
+    """Criteria, root causes with remedies and consequences and, last, the verdict and why.
 
     Raises MissingText for an unknown or incomplete locale.
     """
     texts = load(locale)
     parts: list[RenderableType] = [_criteria(signoff, texts)]
-    failed = [check for check in signoff.checks if check.failed]
-    if failed:
-        parts += [
-            "",
-            _heading(texts("terminal.failed_checks")),
-            *(_check(c, texts) for c in failed),
-        ]
     if aside := [check.name for check in signoff.checks if not check.applicable]:
         parts += ["", _heading(texts("terminal.not_applicable"))]
         parts.append(Padding(Text(clean(texts.listing(tuple(aside)))), (0, 0, 0, 2), expand=False))
@@ -143,14 +137,6 @@ def _breakable(identifier: str) -> str:
     return f"{name}\n  [{scope_part}"
 
 
-def _check(check: Check, texts: Texts) -> RenderableType:
-    line = Text("x ", style="bold")
-    line.append(f"{clean(check.name)}  {clean(check.subject)}", style="not bold")
-    facts = f"{texts('terminal.found')} {clean(check.found)}"
-    line.append(f"\n{facts}; {texts('terminal.allowed')} {clean(check.allowed)}", style="dim")
-    return Padding(line, (0, 0, 0, 2), expand=False)
-
-
 def _reason(group: ReasonGroup, texts: Texts) -> list[RenderableType]:
     first = _verdict(group.mark)
     first.append(f"  {group.code}", style="not bold default")
@@ -168,7 +154,17 @@ def _reason(group: ReasonGroup, texts: Texts) -> list[RenderableType]:
     remedy = Text(f"{texts('terminal.remedy')} ", style="bold")
     remedy.append(group.remedy, style="not bold")
     lines.append(Padding(remedy, (0, 0, 0, 4), expand=False))
+    if group.following:
+        heading = Text(texts("why.following"), style="dim")
+        lines.append(Padding(heading, (0, 0, 0, 4), expand=False))
+        lines += [Padding(_folded(f), (0, 0, 0, 6), expand=False) for f in group.following]
     return lines
+
+
+def _folded(effect: Following) -> Text:
+    """A consequence in one line: its code, how often, and the first finding."""
+    times = f" ({effect.count} x)" if effect.count > 1 else ""
+    return Text(f"{effect.code}{times}: {effect.occurrences[0].text}", style="dim")
 
 
 def _last_line(signoff: SignOff, texts: Texts) -> Text:
@@ -178,9 +174,8 @@ def _last_line(signoff: SignOff, texts: Texts) -> Text:
     line.append("  " + texts("word.sentence_gap").join(rest), style="not bold default")
     if note:
         line.append(f" [{note}]", style="not bold default")
-    codes = [group.code for group in reason_groups(signoff, texts)]
-    if signoff.verdict is not Verdict.PASS and codes:
-        line.append(f"\n{texts('why.heading')}: {', '.join(codes)}", style="not bold default")
+    if why := root_cause(signoff, texts):
+        line.append(f"\n{texts('why.heading')}: {why}", style="not bold default")
     return line
 
 

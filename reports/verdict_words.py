@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
+from collections.abc import Mapping
 
 from harness.verdicts import (
     Bound,
-    Check,
+    Cause,
+    Consequence,
     CriterionResult,
+    Finding,
     GateVerdict,
-    Reason,
-    ReasonCode,
     SignOff,
     Unit,
     Verdict,
 )
-from reports.context import GateTile, Mark, Occurrence, ReasonGroup
+from reports.context import Following, GateTile, Mark, Occurrence, ReasonGroup
 from reports.formats import edge, measured, target
 from reports.safe import clean
 from reports.texts import Texts
@@ -31,7 +30,6 @@ _KINDS = {
     Verdict.INCONCLUSIVE: "inconclusive",
     Verdict.NOT_RUN: "not-run",
 }
-_SEVERITY = (Verdict.STOP, Verdict.INCONCLUSIVE, Verdict.NOT_RUN, Verdict.PASS)
 
 
 def mark(verdict: Verdict, texts: Texts) -> Mark:
@@ -138,14 +136,18 @@ def missed_words(result: CriterionResult, texts: Texts) -> str:
 
 
 def reason_groups(signoff: SignOff, texts: Texts) -> tuple[ReasonGroup, ...]:
-    """Reasons of everything that is not PASS, once per code, the gravest first."""
-    found: dict[ReasonCode, dict[tuple[str, str], list[tuple[Verdict, str]]]] = {}
-    for verdict, place, reason in _reasons(signoff, texts):
-        finding = (clean(reason.text), clean(reason.evidence))
-        found.setdefault(reason.code, {}).setdefault(finding, []).append((verdict, place))
-    groups = [_group(code, findings, texts) for code, findings in found.items()]
-    order = [_KINDS[verdict] for verdict in _SEVERITY]
-    return tuple(sorted(groups, key=lambda group: order.index(group.mark.kind)))
+    """Root causes as the judge ordered them, the one of the verdict first, with what follows."""
+    names = {gate.gate: gate_name(gate.gate, texts) for gate in signoff.gates}
+    return tuple(_group(cause, names, texts) for cause in signoff.causes)
+
+
+def root_cause(signoff: SignOff, texts: Texts) -> str:
+    """Why, in one line: the root cause of the verdict; empty for a PASS and where none is named."""
+    if signoff.verdict is Verdict.PASS or not signoff.causes:
+        return ""
+    cause = signoff.causes[0]
+    meaning = texts.reason(cause.code).meaning
+    return texts("word.reason_of", meaning=meaning, text=clean(cause.findings[0].text))
 
 
 def _tile(name: str, gate: GateVerdict | None, absent: str, texts: Texts) -> GateTile:
@@ -160,51 +162,37 @@ def _tile(name: str, gate: GateVerdict | None, absent: str, texts: Texts) -> Gat
     return GateTile(gate_name(name, texts), title, mark(gate.verdict, texts), note)
 
 
-def _reasons(signoff: SignOff, texts: Texts) -> Iterator[tuple[Verdict, str, Reason]]:
-    """Criteria first, then checks, then gates: the most specific place of a reason stands first."""
-    for gate in signoff.gates:
-        for result in gate.criteria:
-            if result.verdict is not Verdict.PASS:
-                for reason in result.reasons:
-                    yield result.verdict, clean(result.id), reason
-    for check in signoff.checks:
-        if check.failed:
-            for reason in check.reasons:
-                yield Verdict.INCONCLUSIVE, clean(check.name), _with_subject(check, reason)
-    for gate in signoff.gates:
-        if gate.verdict is not Verdict.PASS:
-            for reason in gate.reasons:
-                yield gate.verdict, gate_name(gate.gate, texts), reason
-
-
-def _with_subject(check: Check, reason: Reason) -> Reason:
-    """Names the trial as criteria do when they repeat a check's reason, so that both are one."""
-    if reason.text.startswith(check.subject):
-        return reason
-    return dataclasses.replace(reason, text=f"{check.subject}: {reason.text}")
-
-
-def _group(
-    code: ReasonCode,
-    findings: dict[tuple[str, str], list[tuple[Verdict, str]]],
-    texts: Texts,
-) -> ReasonGroup:
-    words = texts.reason(code)
-    verdicts = [verdict for found in findings.values() for verdict, _ in found]
-    occurrences = tuple(
-        _occurrence(text, evidence, tuple(dict.fromkeys(place for _, place in found)))
-        for (text, evidence), found in findings.items()
-    )
+def _group(cause: Cause, names: Mapping[str, str], texts: Texts) -> ReasonGroup:
+    words = texts.reason(cause.code)
     return ReasonGroup(
-        code=code.value,
-        mark=mark(min(verdicts, key=_SEVERITY.index), texts),
+        code=cause.code.value,
+        mark=mark(cause.verdict, texts),
         meaning=words.meaning,
         remedy=words.remedy,
-        occurrences=occurrences[:MAX_OCCURRENCES],
-        more=max(0, len(occurrences) - MAX_OCCURRENCES),
+        occurrences=_occurrences(cause.findings, names),
+        more=max(0, len(cause.findings) - MAX_OCCURRENCES),
+        following=tuple(_following(effect, names, texts) for effect in cause.consequences),
     )
 
 
-def _occurrence(text: str, evidence: str, places: tuple[str, ...]) -> Occurrence:
-    more = max(0, len(places) - MAX_PLACES)
-    return Occurrence(text, evidence, places[:MAX_PLACES], more)
+def _following(effect: Consequence, names: Mapping[str, str], texts: Texts) -> Following:
+    return Following(
+        code=effect.code.value,
+        mark=mark(effect.verdict, texts),
+        meaning=texts.reason(effect.code).meaning,
+        count=len(effect.findings),
+        occurrences=_occurrences(effect.findings, names),
+        more=max(0, len(effect.findings) - MAX_OCCURRENCES),
+    )
+
+
+def _occurrences(findings: tuple[Finding, ...], names: Mapping[str, str]) -> tuple[Occurrence, ...]:
+    return tuple(
+        Occurrence(
+            text=clean(finding.text),
+            evidence=clean(finding.evidence),
+            places=tuple(clean(names.get(place, place)) for place in finding.places[:MAX_PLACES]),
+            more_places=max(0, len(finding.places) - MAX_PLACES),
+        )
+        for finding in findings[:MAX_OCCURRENCES]
+    )

@@ -25,6 +25,7 @@ from harness.records import (
     RequestRecord,
     Schedule,
     ServerFacts,
+    StopCause,
     TrialFacts,
     canonical_json,
 )
@@ -56,6 +57,7 @@ class Doctor:
     client: dict[str, float | None] = field(default_factory=dict)
     skip: Callable[[TrialFacts], bool] = lambda _facts: False
     stopped: str | None = None
+    cause: StopCause | None = None
 
 
 def demo_plan(text: str | None = None) -> Plan:
@@ -85,7 +87,7 @@ def build_run(root: Path, doctor: Doctor | None = None, plan: Plan | None = None
     )
     for facts in trials:
         _Trial(plan, facts, doctor).write(writer.start_trial(facts))
-    writer.seal(ended=STARTED.isoformat(), stopped=doctor.stopped)
+    writer.seal(ended=STARTED.isoformat(), stopped=doctor.stopped, cause=doctor.cause)
     return writer.path
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.evidence.store import write_verdict
+from harness.evidence.results import write_verdict
 from harness.records import RequestRecord, TrialFacts
 from harness.run.judging import judge_directory
 from harness.verdicts import JUDGE_VERSION

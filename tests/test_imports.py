@@ -127,6 +127,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "harness.campaign",
             "harness.evidence",
             "harness.interrupts",
+            "harness.judge.causes",
             "harness.judge.power",
             "harness.placement",
             "harness.run",
@@ -142,7 +143,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
         | {
             "harness.campaign",
             "harness.cli.console",
-            "harness.evidence.store",
+            "harness.evidence",
             "harness.judge.signoff",
             "harness.run",
             "reports",

@@ -31,10 +31,13 @@ from harness.records import (
 from harness.verdicts import (
     ArmSummary,
     Bound,
+    Cause,
     Cell,
     Check,
     Compared,
+    Consequence,
     CriterionResult,
+    Finding,
     GateVerdict,
     Measurement,
     Reason,
@@ -120,6 +123,9 @@ CELL = Cell(
     valid=False,
 )
 ARM = ArmSummary("tiered", "tiered", None, ("python",), {"dtype": "float32"}, ("connector",))
+FINDING = Finding("found 1", "seal.json", ("g3", "x[tiered]"))
+CONSEQUENCE = Consequence(ReasonCode.NO_MEASUREMENT, Verdict.INCONCLUSIVE, (FINDING,))
+CAUSE = Cause(ReasonCode.DISK_FULL, Verdict.INCONCLUSIVE, (FINDING,), (CONSEQUENCE,))
 EVERY_RECORD: list[Record] = [
     RECIPE,
     PLANNED,
@@ -139,6 +145,9 @@ EVERY_RECORD: list[Record] = [
     GateVerdict("g3", Verdict.STOP, (RESULT,), (REASON,)),
     CELL,
     ARM,
+    FINDING,
+    CONSEQUENCE,
+    CAUSE,
     SignOff(
         judge_version="1",
         campaign="c",
@@ -146,6 +155,7 @@ EVERY_RECORD: list[Record] = [
         signable=False,
         label="l",
         verdict=Verdict.NOT_RUN,
+        causes=(CAUSE,),
         gates=(),
         checks=(CHECK,),
         cells=(CELL,),

@@ -13,7 +13,7 @@ from harness import stats
 from harness.analysis import oracles
 from harness.analysis.numbers import WAVES, TrialNumbers, select, tier_facts
 from harness.campaign.criteria import CriterionSpec
-from harness.records import ErrorKind, Outcome, RequestRecord
+from harness.records import ENVIRONMENT, ErrorKind, Outcome, RequestRecord, StopCause
 from harness.verdicts import Compared, Measurement, ReasonCode, Unit, finite_or_inf
 
 # Noise of recompute against itself is measured on a handful of sessions; its maximum over so few
@@ -66,6 +66,11 @@ def absent(
     """A measurement that is not there, and why."""
     detail = {"absent": why, "code": code.value}
     return Measurement(name, unit, None, 0, "none", detail=detail)
+
+
+def first_line(text: str) -> str:
+    """The first line of a failure; what a log adds below it stands in the evidence."""
+    return (text.splitlines() or [""])[0].partition("; last lines of")[0]
 
 
 def _number(value: float) -> float | str:
@@ -205,7 +210,7 @@ def arrival_answers(run: RunNumbers, request: Request) -> Measurement:
     """1 when the first request was answered in full, 0 when the server or the request failed.
 
     Absent where the failure says nothing about the deployment: a server of somebody else's that
-    could not be reached, or a port on which somebody else answered.
+    could not be reached, a port on which somebody else answered, a full disk, an interrupt.
     """
     trials = select(run.trials, arm=request.arm, workload="arrival")
     if not trials:
@@ -214,12 +219,18 @@ def arrival_answers(run: RunNumbers, request: Request) -> Measurement:
         if (excused := _not_the_deployment(trial)) is not None:
             code, why = excused
             return absent(request.name, Unit.COUNT, why, code)
-    answered = [r for n in trials for r in n.phase("arrival_store") if r.outcome is Outcome.OK]
-    failures = [n.failure for n in trials if n.failure]
+    asked = [r for n in trials for r in n.phase("arrival_store")]
+    answered = [r for r in asked if r.outcome is Outcome.OK]
+    failures = [first_line(n.failure) for n in trials if n.failure]
+    failures += [
+        f"{(r.error_kind or r.outcome).value}: {r.error_detail or 'no detail'}"
+        for r in asked
+        if r.outcome is not Outcome.OK
+    ]
     return Measurement(
         request.name,
         Unit.COUNT,
-        1.0 if answered and not failures else 0.0,
+        1.0 if answered and not any(n.failure for n in trials) else 0.0,
         len(trials),
         "requests answered",
         trials=tuple(n.id for n in trials),
@@ -227,16 +238,21 @@ def arrival_answers(run: RunNumbers, request: Request) -> Measurement:
     )
 
 
+_EXCUSES = {
+    StopCause.PORT_TAKEN: ReasonCode.PORT_TAKEN,
+    StopCause.SERVER_UNREACHABLE: ReasonCode.SERVER_UNREACHABLE,
+}
+
+
 def _not_the_deployment(trial: TrialNumbers) -> tuple[ReasonCode, str] | None:
     """Why an arrival trial that failed proves nothing against the deployment; None: it may."""
-    if trial.failure_kind == "PortTaken":
-        return ReasonCode.PORT_TAKEN, trial.failure or ""
-    if trial.server is not None and trial.server.kind != "url":
-        return None
-    if trial.server is None and trial.failure_kind != "Unreachable":
+    failure = first_line(trial.failure or "")
+    if trial.cause in ENVIRONMENT:
+        return _EXCUSES.get(trial.cause, ReasonCode.NO_MEASUREMENT), failure
+    if trial.server is None or trial.server.kind != "url":
         return None
     if trial.failure is not None:
-        return ReasonCode.SERVER_UNREACHABLE, trial.failure
+        return ReasonCode.SERVER_UNREACHABLE, failure
     lost = [r for r in trial.all_requests if r.outcome is not Outcome.OK and _is_lost(r)]
     if not lost:
         return None

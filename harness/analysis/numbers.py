@@ -19,6 +19,7 @@ from harness.records import (
     RecordError,
     RequestRecord,
     ServerFacts,
+    StopCause,
     TrialFacts,
 )
 
@@ -56,7 +57,7 @@ class TrialNumbers:
 
     ``planned``: measured requests of the schedule. Requests of a steady window come without their
     outputs; ``token_times`` has the arrivals instead. ``failure``: what ended the trial early, and
-    ``failure_kind`` the name of that error's class, which older evidence lacks.
+    ``cause`` its name, which older evidence lacks.
     """
 
     facts: TrialFacts
@@ -71,10 +72,10 @@ class TrialNumbers:
     cold: bool | None
     complete: bool
     failure: str | None
-    failure_kind: str | None = None
     planned: int | None = None
     published: Mapping[str, float] = field(default_factory=dict)
     token_times: TokenTimes | None = None
+    cause: StopCause | None = None
 
     @property
     def id(self) -> str:
@@ -194,7 +195,6 @@ def trial_numbers(evidence: TrialEvidence) -> TrialNumbers:
         cold=None if (cold := _last(events, "cold")) is None else bool(cold.detail.get("ok")),
         complete=ended is not None and bool(ended.detail.get("ok")),
         failure=None if early is None else str(early.detail.get("error")),
-        failure_kind=None if early is None else early.detail.get("error_kind"),
         planned=planned[phase] if phase else None,
         published={
             s.name: s.value
@@ -202,6 +202,7 @@ def trial_numbers(evidence: TrialEvidence) -> TrialNumbers:
             if facts.workload == PUBLISHED and s.source == PUBLISHED and s.value is not None
         },
         token_times=token_times,
+        cause=_cause(facts.id, early),
     )
 
 
@@ -220,6 +221,15 @@ def _requests(
             times.counts.extend(counts)
     records.sort(key=attrgetter("phase", "seq"))
     return tuple(records), times
+
+
+def _cause(trial: str, early: Event | None) -> StopCause | None:
+    """The name of what ended a trial early; None where its evidence does not say."""
+    value = None if early is None else early.detail.get("cause")
+    try:
+        return None if value is None else StopCause(value)
+    except ValueError as error:
+        raise RecordError(f"trials/{trial}/events.jsonl: cause: {error}") from error
 
 
 def _process_values(samples: Iterable[MetricSample], mark: str, name: str) -> dict[str, float]:

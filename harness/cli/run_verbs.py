@@ -13,7 +13,7 @@ from rich.table import Table
 from harness.cli.console import steady_console
 from harness.cli.parsing import VerbMaker
 from harness.errors import PlanError, StorageError
-from harness.evidence import store
+from harness.evidence import results
 from harness.run.judging import judge_directory
 from harness.run.listing import list_runs, prune
 from reports.signoff import render_html
@@ -61,10 +61,10 @@ def judge_and_report(path: Path, locale: str, console: Console) -> int:
     """Judges a run, writes verdict and report, prints them; returns the exit code."""
     signoff = judge_directory(path)
     with _named_storage(path, "verdict"):
-        verdict_path = store.write_verdict(path, signoff)
+        verdict_path = results.write_verdict(path, signoff)
     with _named_storage(path, "report"):
-        html = render_html(signoff, store.read_provenance(path), locale=locale)
-        report_path = store.write_report(path, html)
+        html = render_html(signoff, results.read_provenance(path), locale=locale)
+        report_path = results.write_report(path, html)
     print_signoff(signoff, console)
     console.print(f"verdict {verdict_path}", highlight=False, soft_wrap=True)
     console.print(f"report  {report_path}", highlight=False, soft_wrap=True)
@@ -74,7 +74,7 @@ def judge_and_report(path: Path, locale: str, console: Console) -> int:
 def _judge(arguments: argparse.Namespace) -> int:
     signoff = judge_directory(arguments.run)
     with _named_storage(arguments.run, "verdict"):
-        verdict_path = store.write_verdict(arguments.run, signoff)
+        verdict_path = results.write_verdict(arguments.run, signoff)
     console = steady_console()
     print_signoff(signoff, console)
     console.print(f"verdict {verdict_path}", highlight=False, soft_wrap=True)
@@ -82,10 +82,10 @@ def _judge(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    signoff = store.read_verdict(arguments.run)
-    html = render_html(signoff, store.read_provenance(arguments.run), locale=arguments.locale)
+    signoff = results.read_verdict(arguments.run)
+    html = render_html(signoff, results.read_provenance(arguments.run), locale=arguments.locale)
     with _named_storage(arguments.run, "report"):
-        page = store.write_report(arguments.run, html)
+        page = results.write_report(arguments.run, html)
     steady_console().print(str(page), markup=False, highlight=False, soft_wrap=True)
     return 0
 

@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from harness.errors import EvidenceError, PlanError
-from harness.evidence.store import RunEvidence, open_run, read_provenance, write_atomic
+from harness.evidence.results import read_provenance
+from harness.evidence.store import RunEvidence, open_run, write_atomic
 from harness.records import Outcome, RequestRecord
 from harness.verdicts import CriterionResult, GateVerdict, Reason, SignOff, Verdict
 

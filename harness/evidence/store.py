@@ -33,11 +33,11 @@ from harness.records import (
     RequestRecord,
     Schedule,
     ServerFacts,
+    StopCause,
     TrialFacts,
     canonical_json,
     parse_json,
 )
-from harness.verdicts import JUDGE_VERSION, SignOff
 
 PLAN_FILES = ("campaign.toml", "criteria.toml", "plan.json", "provenance.json")
 _AFTER_SEALING = ("verdicts", "report")
@@ -72,7 +72,7 @@ class TrialWriter:
         """
         writer = cls.__new__(cls)
         writer.path = path
-        writer.facts = _parse(path / "trial.json", TrialFacts)
+        writer.facts = parse_file(path / "trial.json", TrialFacts)
         _remove_partials(path)
         for name in _LINES:
             if (path / name).is_file():
@@ -191,11 +191,13 @@ class RunWriter:
         """True once everything is there that was fixed before the first trial."""
         return all((self.path / name).is_file() for name in PLAN_FILES)
 
-    def seal_open_trials(self, why: str, log_of: Callable[[str], str]) -> list[str]:
+    def seal_open_trials(
+        self, why: str, cause: StopCause, log_of: Callable[[str], str]
+    ) -> list[str]:
         """Seals each trial that is still open with what it recorded; returns their ids.
 
-        ``why`` marks such a trial as ended early; ``log_of`` gives the server's log by arm. A
-        directory in which nothing was recorded yet is removed.
+        ``why`` and ``cause`` mark such a trial as ended early; ``log_of`` gives the server's log by
+        arm. A directory in which nothing was recorded yet is removed.
         """
         found = []
         _remove_partials(self.path)
@@ -207,9 +209,8 @@ class RunWriter:
                 path.rmdir()
                 continue
             writer = TrialWriter.resume(path)
-            writer.add_event(
-                Event(time.monotonic_ns(), "trial_ended", {"ok": False, "error": why[:2000]})
-            )
+            detail = {"ok": False, "error": why[:2000], "cause": cause.value}
+            writer.add_event(Event(time.monotonic_ns(), "trial_ended", detail))
             if not (path / "server.log").is_file():
                 writer.add_text("server.log", log_of(writer.facts.arm))
             writer.seal()
@@ -231,8 +232,12 @@ class RunWriter:
         """A writer for the trial's directory."""
         return TrialWriter(self.path / "trials" / facts.id, facts)
 
-    def seal(self, *, ended: str, stopped: str | None) -> None:
-        """Seals the run. ``stopped``: why it ended before its plan, None when it did all of it."""
+    def seal(self, *, ended: str, stopped: str | None, cause: StopCause | None = None) -> None:
+        """Seals the run.
+
+        ``stopped``: why it ended before its plan, in words; None when it did all of it. ``cause``:
+        the same as a name, which the judge goes by.
+        """
         trials = {}
         for path in sorted((self.path / "trials").iterdir()):
             manifest = path / "manifest.json"
@@ -243,6 +248,7 @@ class RunWriter:
             "trials": trials,
             "ended": ended,
             "stopped": stopped,
+            **({} if cause is None else {"cause": cause.value}),
         }
         write_atomic(self.path / "seal.json", canonical_json(content))
 
@@ -375,7 +381,7 @@ class TrialEvidence:
     def server(self) -> ServerFacts | None:
         """None when the server never got so far."""
         path = self.path / "server.json"
-        return _parse(path, ServerFacts) if path.is_file() else None
+        return parse_file(path, ServerFacts) if path.is_file() else None
 
 
 @dataclass(frozen=True)
@@ -389,6 +395,7 @@ class RunEvidence:
     trials: tuple[TrialEvidence, ...]
     stopped: str | None
     digest: str
+    cause: StopCause | None = None
 
 
 def open_run(path: Path) -> RunEvidence:
@@ -402,7 +409,7 @@ def open_run(path: Path) -> RunEvidence:
         raise EvidenceError(f"{path}: no such run directory")
     if not seal_path.is_file():
         raise Unsealed(f"{path}: no seal.json: the run never ended; run it again")
-    seal = _json(seal_path)
+    seal = json_file(seal_path)
     if not isinstance(seal, dict) or seal.get("format") != EVIDENCE_FORMAT:
         raise EvidenceError(
             f"{seal_path}: format is not {EVIDENCE_FORMAT}; judge with its own version"
@@ -416,7 +423,7 @@ def open_run(path: Path) -> RunEvidence:
         raise DigestMismatch(problems)
     trials = tuple(
         TrialEvidence(
-            path / "trials" / name, _parse(path / "trials" / name / "trial.json", TrialFacts)
+            path / "trials" / name, parse_file(path / "trials" / name / "trial.json", TrialFacts)
         )
         for name in sorted(seal["trials"])
     )
@@ -424,11 +431,21 @@ def open_run(path: Path) -> RunEvidence:
         path=path,
         campaign_text=(path / "campaign.toml").read_text(encoding="utf-8"),
         criteria_text=(path / "criteria.toml").read_text(encoding="utf-8"),
-        plan=_json(path / "plan.json"),
+        plan=json_file(path / "plan.json"),
         trials=trials,
         stopped=seal["stopped"],
+        cause=_cause(seal_path, seal.get("cause")),
         digest=_sha256(seal_path.read_bytes()),
     )
+
+
+def _cause(seal_path: Path, value: object) -> StopCause | None:
+    """Why a run ended early; None for one that did not, and in seals that do not say."""
+    try:
+        return None if value is None else StopCause(value)
+    except ValueError as error:
+        allowed = ", ".join(cause.value for cause in StopCause)
+        raise EvidenceError(f"{seal_path}: cause: found {value!r}; allowed: {allowed}") from error
 
 
 def _problems(path: Path, seal: dict[str, Any]) -> Iterator[str]:
@@ -452,7 +469,7 @@ def _problems(path: Path, seal: dict[str, Any]) -> Iterator[str]:
             elif _sha256(manifest.read_bytes()) != expected:
                 yield f"trials/{name}/manifest.json: altered"
             else:
-                files = _json(manifest)["files"]
+                files = json_file(manifest)["files"]
                 for file, facts in files.items():
                     yield from _file_problem(path, trial / file, facts)
                 for entry in sorted(trial.iterdir()):
@@ -521,62 +538,18 @@ class _Reading:
             raise EvidenceError(f"{self.path}:{self.number}: {error}") from error
 
 
-def _parse(path: Path, kind: type[_Kind]) -> _Kind:
+def parse_file(path: Path, kind: type[_Kind]) -> _Kind:
     try:
-        return kind.from_json(_json(path))
+        return kind.from_json(json_file(path))
     except RecordError as error:
         raise EvidenceError(f"{path}: {error}") from error
 
 
-def _json(path: Path) -> Any:
+def json_file(path: Path) -> Any:
     try:
         return parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise EvidenceError(f"{path}: {error}") from error
-
-
-# --- what comes after sealing -----------------------------------------------
-
-
-def write_verdict(path: Path, signoff: SignOff) -> Path:
-    """Adds the verdict file of this judge version; the same evidence gives the same bytes."""
-    target = path / "verdicts" / f"{JUDGE_VERSION}.json"
-    target.parent.mkdir(exist_ok=True)
-    text = json.dumps(
-        signoff.to_json(), sort_keys=True, indent=1, ensure_ascii=True, allow_nan=False
-    )
-    write_atomic(target, text + "\n")
-    return target
-
-
-def read_verdict(path: Path) -> SignOff:
-    """The verdict of this judge version. Raises EvidenceError."""
-    target = path / "verdicts" / f"{JUDGE_VERSION}.json"
-    if not target.is_file():
-        raise EvidenceError(f"{target}: not judged yet; run `kvgate judge {path}` first")
-    return _parse(target, SignOff)
-
-
-def write_report(path: Path, html: str) -> Path:
-    """Adds the sign-off page."""
-    target = path / "report" / "signoff.html"
-    target.parent.mkdir(exist_ok=True)
-    write_atomic(target, html)
-    return target
-
-
-def read_provenance(path: Path) -> dict[str, str]:
-    """Who, where and when: shown in the report, never judged."""
-    found = _json(path / "provenance.json")
-    seal = _json(path / "seal.json") if (path / "seal.json").is_file() else {}
-    for name, content in (("provenance.json", found), ("seal.json", seal)):
-        if not isinstance(content, dict):
-            raise EvidenceError(f"{path / name}: expected an object")
-    return {
-        "run": f"{path.parent.name}/{path.name}",
-        **{str(k): str(v) for k, v in found.items()},
-        "ended": str(seal.get("ended", "never")),
-    }
 
 
 def _unused(path: Path) -> Path:

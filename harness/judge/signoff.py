@@ -14,12 +14,14 @@ from harness.analysis.measures import (
     RunNumbers,
     measure,
 )
-from harness.analysis.numbers import TrialNumbers
+from harness.analysis.numbers import MEASURED, TrialNumbers
 from harness.campaign.criteria import CriterionSpec
 from harness.campaign.plan import Plan
 from harness.campaign.sections import Arm
+from harness.judge.causes import ENDINGS, Scopes, causes, named
 from harness.judge.decide import Looks, applied, decide, with_required
 from harness.judge.validity import (
+    COUNTED,
     arm_checks,
     differing_keys,
     effective_value,
@@ -29,7 +31,7 @@ from harness.judge.validity import (
     pair_name,
     trial_checks,
 )
-from harness.records import ServerFacts, digest
+from harness.records import Outcome, ServerFacts, StopCause, digest
 from harness.verdicts import (
     JUDGE_VERSION,
     ArmSummary,
@@ -58,8 +60,14 @@ def judge_run(
     plan_record: dict[str, object],
     stopped: str | None,
     evidence_digest: str,
+    cause: StopCause | None = None,
 ) -> SignOff:
-    """The sign-off of a run whose evidence was verified."""
+    """The sign-off of a run whose evidence was verified.
+
+    ``stopped``, ``cause``: why it ended before its plan; old seals have only the words.
+    """
+    if cause is None and stopped is not None and stopped.startswith("stop-loss"):
+        cause = StopCause.STOP_LOSS  # sealed before causes had names
     servers = _servers(trials)
     pairs = list(_pairs(plan))
     imported, simulated = plan.campaign.is_imported, _is_simulated(plan, trials)
@@ -72,7 +80,9 @@ def judge_run(
         ]
     )
     run = RunNumbers(tuple(trials), _valid(trials, checks))
-    gates = tuple(_gate(plan, gate, run, checks, stopped) for gate in plan.gates)
+    ended = None if stopped is None else _ended(stopped, cause)
+    gates = tuple(_gate(plan, gate, run, checks, ended) for gate in plan.gates)
+    scopes = Scopes.of(plan, trials, is_stop_loss=cause is StopCause.STOP_LOSS)
     return SignOff(
         judge_version=JUDGE_VERSION,
         campaign=plan.campaign.name,
@@ -80,6 +90,7 @@ def judge_run(
         signable=plan.profile.signable and not imported and not simulated,
         label=_label(plan, imported=imported, simulated=simulated),
         verdict=_overall(gates),
+        causes=causes(gates, checks, scopes, list(_troubles(trials))),
         gates=gates,
         checks=tuple(checks),
         cells=cells(run, steady_cycles=plan.campaign.cold_recovery.steady_cycles),
@@ -105,6 +116,30 @@ def _is_simulated(plan: Plan, trials: Iterable[TrialNumbers]) -> bool:
         n.facts.figures.get("simulated") or (n.server is not None and n.server.kind == "sim")
         for n in trials
     )
+
+
+def _ended(stopped: str, cause: StopCause | None) -> Reason:
+    """What ended the run, as a reason."""
+    if cause is None:
+        return Reason(ReasonCode.GATE_NOT_REACHED, f"the run ended early: {stopped}")
+    return Reason(ENDINGS[cause], stopped, "seal.json")
+
+
+def _troubles(trials: Iterable[TrialNumbers]) -> Iterable[tuple[int, Reason]]:
+    """Failed requests of phases that no check looks at: they explain what follows them."""
+    for trial in trials:
+        looked_at = MEASURED[trial.facts.workload][0] if trial.facts.workload in COUNTED else None
+        asked = [r for r in trial.all_requests if r.phase != looked_at]
+        failed = [r for r in asked if r.outcome is not Outcome.OK]
+        if failed:
+            kinds = sorted({r.error_kind.value if r.error_kind else "unknown" for r in failed})
+            first = next((r.error_detail for r in failed if r.error_detail), "no detail")
+            text = (
+                f"{trial.id}: {len(failed)} of {len(asked)} failed "
+                f"({', '.join(kinds)}); the first: {first}"
+            )
+            path = f"trials/{trial.id}/requests.jsonl"
+            yield trial.facts.index, Reason(ReasonCode.REQUESTS_FAILED, text, path)
 
 
 def _label(plan: Plan, *, imported: bool, simulated: bool) -> str:
@@ -154,6 +189,7 @@ def unjudgeable(
 ) -> SignOff:
     """The sign-off of evidence that cannot be judged: INCONCLUSIVE, naming every problem."""
     reasons = tuple(Reason(code, problem) for problem in problems)
+    gates = (GateVerdict("evidence", Verdict.INCONCLUSIVE, (), reasons),)
     return SignOff(
         judge_version=JUDGE_VERSION,
         campaign=campaign,
@@ -161,7 +197,8 @@ def unjudgeable(
         signable=False,
         label="evidence that cannot be judged",
         verdict=Verdict.INCONCLUSIVE,
-        gates=(GateVerdict("evidence", Verdict.INCONCLUSIVE, (), reasons),),
+        causes=causes(gates, ()),
+        gates=gates,
         checks=(),
         cells=(),
         arms=(),
@@ -215,10 +252,10 @@ def _pairs(plan: Plan) -> Iterable[tuple[str, str]]:
 
 
 def _gate(
-    plan: Plan, gate: str, run: RunNumbers, checks: Sequence[Check], stopped: str | None
+    plan: Plan, gate: str, run: RunNumbers, checks: Sequence[Check], ended: Reason | None
 ) -> GateVerdict:
-    if stopped is not None and stopped.startswith("stop-loss") and gate != "g1":
-        return GateVerdict(gate, Verdict.NOT_RUN, (), (Reason(ReasonCode.STOP_LOSS, stopped),))
+    if ended is not None and ended.code is ReasonCode.STOP_LOSS and gate != "g1":
+        return GateVerdict(gate, Verdict.NOT_RUN, (), (ended,))
     results = []
     for spec in plan.profile.criteria.values():
         if spec.gate != gate:
@@ -228,7 +265,7 @@ def _gate(
         )
         for arm in _candidates(plan, spec):
             results += [_result(plan, spec, run, arm, level, checks) for level in levels]
-    reasons = list(_incomplete(plan, gate, run, stopped))
+    reasons = list(_incomplete(plan, gate, run, ended))
     verdict = merge(result.verdict for result in results)
     if reasons:
         verdict = merge([verdict, Verdict.INCONCLUSIVE])
@@ -237,14 +274,14 @@ def _gate(
         verdict = merge([verdict, Verdict.INCONCLUSIVE])
         allowed = plan.profile.validity.invalid_share_max
         text = f"{share:.0%} of the measured trials are invalid; allowed: {allowed:.0%}"
-        reasons.append(Reason(ReasonCode.TRIAL_INCOMPLETE, text))
+        reasons.append(Reason(ReasonCode.TOO_MANY_INVALID, text))
     return GateVerdict(gate, verdict, tuple(results), tuple(reasons))
 
 
-def _incomplete(plan: Plan, gate: str, run: RunNumbers, stopped: str | None) -> Iterable[Reason]:
+def _incomplete(plan: Plan, gate: str, run: RunNumbers, ended: Reason | None) -> Iterable[Reason]:
     """A run that ended early, or lacks trials of its own plan, proves less than it planned."""
-    if stopped is not None:
-        yield Reason(ReasonCode.GATE_NOT_REACHED, f"the run ended early: {stopped}")
+    if ended is not None:
+        yield ended
     if plan.campaign.is_imported:
         return  # a table has the rows it has; a criterion whose row is missing has no measurement
     present = {n.id for n in run.trials}
@@ -334,7 +371,7 @@ def _blocking(
             for reason in check.reasons:
                 found.setdefault(
                     reason.code,
-                    Reason(reason.code, f"{check.subject}: {reason.text}", reason.evidence),
+                    Reason(reason.code, named(check.subject, reason), reason.evidence),
                 )
     return found.values()
 

@@ -38,8 +38,9 @@ from harness.evidence.store import (
 )
 from harness.judge.signoff import judge_arrival
 from harness.load.driver import LoadClient
-from harness.records import Event, ServerFacts, TrialFacts
+from harness.records import Event, ServerFacts, StopCause, TrialFacts
 from harness.run.doctor import foreign_server
+from harness.run.endings import cause_of
 from harness.run.ownership import SCRATCH, DeadRun, RunOwner, dead_runs
 from harness.run.trial import TrialContext, run_trial, trial_figures
 from harness.server.external import ExternalServer
@@ -100,6 +101,7 @@ class CampaignRun:
                 ]
             ) from error
         self.stopped: str | None = None
+        self.cause: StopCause | None = None
         self._owner: RunOwner | None = None
 
     @property
@@ -135,20 +137,24 @@ class CampaignRun:
         except KeyboardInterrupt as error:
             name = getattr(error, "name", "SIGINT")
             how = "" if name == "SIGINT" else f" ({name})"
-            self.stopped = f"interrupted by the operator{how}"
+            self._stop(f"interrupted by the operator{how}", StopCause.INTERRUPTED)
             self.observer.note("interrupted; what was recorded is kept")
             raise
         except BaseException as error:
             is_storage = isinstance(error, StorageError) or is_disk_full(error)
             if not (is_storage and has_begun):
-                self.stopped = f"harness error: {type(error).__name__}: {error}"[:500]
+                self._stop(f"harness error: {type(error).__name__}: {error}", cause_of(error))
                 raise
-            self.stopped = str(error).splitlines()[0][:500]
+            self._stop(str(error).splitlines()[0], StopCause.DISK_FULL)
             self.observer.note(str(error))
         finally:
             if has_begun:
                 with interrupts.shield():
                     self._end()
+
+    def _stop(self, why: str, cause: StopCause) -> None:
+        """The run ends here, for this reason."""
+        self.stopped, self.cause = why[:500], cause
 
     def _begin(self, trials: Sequence[TrialFacts]) -> None:
         try:
@@ -178,7 +184,7 @@ class CampaignRun:
         logs = {arm: self._log_tail(arm) for arm in self.plan.campaign.arms}
         self.owner.clear_scratch()  # the ballast as well
         try:
-            seal_run(self.writer, self.stopped or "ended early", logs.__getitem__, self.stopped)
+            seal_run(self.writer, self.stopped, self.cause, logs.__getitem__)
         except OSError as error:
             self.owner.close()
             raise StorageError(
@@ -314,7 +320,7 @@ class CampaignRun:
             self.observer.note(f"{facts.id}: {failure}")
             self._check_space(f"{facts.id} recorded all it had, and the next trial")
         if isinstance(failure, ServerError):
-            self.stopped = _named(arm, failure)
+            self._stop(_named(arm, failure), cause_of(failure))
         elif facts.gate == "g1":
             self._stop_loss(writer)
         if self.stopped is None:
@@ -346,8 +352,9 @@ class CampaignRun:
         results = judge_arrival(self.plan, measure_run([evidence]))
         failed = [r for r in results if r.verdict is not Verdict.PASS]
         if failed and "g3" in self.plan.gates:
-            self.stopped = "stop-loss: g1 not met: " + ", ".join(r.id for r in failed)
-            self.observer.note(self.stopped)
+            why = "stop-loss: g1 not met: " + ", ".join(r.id for r in failed)
+            self._stop(why, StopCause.STOP_LOSS)
+            self.observer.note(why)
 
     def _record_dead_server(
         self,
@@ -357,14 +364,14 @@ class CampaignRun:
         error: ServerError,
     ) -> None:
         """Leaves sealed evidence of why the arm ended; later arms are not run."""
-        self.stopped = _named(arm, error)
+        self._stop(_named(arm, error), cause_of(error))
         self.observer.note(str(error))
         done = {path.name for path in (self.writer.path / "trials").iterdir()}
         facts = next((f for f in trials if f.id not in done), None)
         if facts is None:
             return
         writer = self._start_trial(facts)
-        detail = {"error": str(error)[:4000], "error_kind": type(error).__name__}
+        detail = {"error": str(error)[:4000], "cause": cause_of(error).value}
         writer.add_event(Event(time.monotonic_ns(), "server_failed", detail))
         spec = getattr(server, "spec", None)
         writer.set_server(
@@ -406,7 +413,9 @@ def _clean_up(dead: DeadRun, note: Callable[[str], None]) -> None:
     dead.clear_scratch()
     try:
         if writer.is_planned and not writer.is_sealed:
-            opened = seal_run(writer, HARNESS_DIED, lambda arm: logs.get(arm, ""), HARNESS_DIED)
+            opened = seal_run(
+                writer, HARNESS_DIED, StopCause.HARNESS_DIED, lambda arm: logs.get(arm, "")
+            )
             done.append(f"sealed what it recorded; ended amid {', '.join(opened) or 'no trial'}")
     except (OSError, HarnessError) as error:
         note(f"dead run {name}: cannot be sealed: {error}; look at {dead.path}")
@@ -416,11 +425,17 @@ def _clean_up(dead: DeadRun, note: Callable[[str], None]) -> None:
 
 
 def seal_run(
-    writer: RunWriter, why: str, log_of: Callable[[str], str], stopped: str | None
+    writer: RunWriter,
+    stopped: str | None,
+    cause: StopCause | None,
+    log_of: Callable[[str], str],
 ) -> list[str]:
     """Seals a run, its open trials first; returns their ids. Raises OSError."""
-    opened = writer.seal_open_trials(why, log_of)
-    writer.seal(ended=datetime.now(UTC).isoformat(timespec="seconds"), stopped=stopped)
+    opened = writer.seal_open_trials(
+        stopped or "ended early", cause or StopCause.HARNESS_FAILED, log_of
+    )
+    ended = datetime.now(UTC).isoformat(timespec="seconds")
+    writer.seal(ended=ended, stopped=stopped, cause=cause)
     return opened
 
 

@@ -24,7 +24,12 @@ def judge_directory(path: Path) -> SignOff:
         plan, trials = check_run(run)  # check
         numbers = measure_run(trials)  # measure
         return judge_run(  # decide
-            plan, numbers, plan_record=run.plan, stopped=run.stopped, evidence_digest=run.digest
+            plan,
+            numbers,
+            plan_record=run.plan,
+            stopped=run.stopped,
+            cause=run.cause,
+            evidence_digest=run.digest,
         )
     except DigestMismatch as error:
         return _unjudgeable(path, ReasonCode.EVIDENCE_ALTERED, error.problems)

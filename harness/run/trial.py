@@ -23,8 +23,9 @@ from harness.collectors.prometheus import gauge_value, scrape
 from harness.errors import HarnessError, LoadError, ServerError, ServerSilent, StorageError
 from harness.evidence.store import TrialWriter, is_disk_full
 from harness.load.driver import LoadClient
-from harness.records import ErrorKind, Event, MetricSample, RequestRecord, Schedule
+from harness.records import ErrorKind, Event, MetricSample, RequestRecord, Schedule, StopCause
 from harness.run.controls import TierFiles, Unplantable, planted
+from harness.run.endings import cause_of
 from harness.server.managed import Server
 from workloads import cold_recovery
 from workloads.prompts import token_ids
@@ -317,30 +318,26 @@ def _run_and_seal(context: TrialContext) -> HarnessError | None:
         slept_s = (_suspended_ns() - suspended_ns) / 1e9
         if slept_s > SUSPENDED_S_MAX:
             error = f"the machine was suspended for {slept_s:.1f} s; its times mean nothing"
-            context.event("trial_ended", ok=False, error=error, wall_ns=time.time_ns())
+            _end(context, error, StopCause.SUSPENDED)
         else:
             context.event("trial_ended", ok=True, wall_ns=time.time_ns())
     except (ServerError, LoadError) as error:
         failure = error
-        kind = type(error).__name__
-        context.event(
-            "trial_ended",
-            ok=False,
-            error=str(error)[:2000],
-            error_kind=kind,
-            wall_ns=time.time_ns(),
-        )
-    except OSError as error:
-        if not is_disk_full(error):
-            context.event("trial_ended", ok=False, error=f"OSError: {error}"[:2000])
-            _seal(context)
-        raise
+        _end(context, str(error), cause_of(error))
     except BaseException as error:
-        context.event("trial_ended", ok=False, error=f"{type(error).__name__}: {error}"[:2000])
-        _seal(context)
+        if not is_disk_full(error):
+            _end(context, f"{type(error).__name__}: {error}", cause_of(error))
+            _seal(context)
         raise
     _seal(context)
     return failure
+
+
+def _end(context: TrialContext, error: str, cause: StopCause) -> None:
+    """Records that the trial ended early, and why."""
+    context.event(
+        "trial_ended", ok=False, error=error[:2000], cause=cause.value, wall_ns=time.time_ns()
+    )
 
 
 def _suspended_ns() -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.evidence.store import RunWriter
+from harness.records import StopCause
 
 WATCHED = {"open", "os.rename", "os.remove", "os.truncate", "os.rmdir"}
 
@@ -21,8 +22,9 @@ WATCHED = {"open", "os.rename", "os.remove", "os.truncate", "os.rmdir"}
 def seal(run: Path) -> None:
     """What the harness does at the end of a run, and for a dead one."""
     writer = RunWriter.resume(run)
-    writer.seal_open_trials("harness died", lambda _arm: "log\n")
-    writer.seal(ended="2026-11-30T12:00:00+00:00", stopped="harness died")
+    cause = StopCause.HARNESS_DIED
+    writer.seal_open_trials("harness died", cause, lambda _arm: "log\n")
+    writer.seal(ended="2026-11-30T12:00:00+00:00", stopped="harness died", cause=cause)
 
 
 def main() -> None:

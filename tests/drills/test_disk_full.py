@@ -108,8 +108,10 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(
     assert "free space" in output
     signoff = judge_directory(path)
     assert signoff.verdict is Verdict.INCONCLUSIVE
-    codes = {reason.code for gate in signoff.gates for reason in gate.reasons}
-    assert codes <= {ReasonCode.GATE_NOT_REACHED, ReasonCode.TRIAL_INCOMPLETE}
+    root = signoff.causes[0]
+    assert root.code is ReasonCode.DISK_FULL
+    assert ReasonCode.GATE_NOT_REACHED in {effect.code for effect in root.consequences}
+    assert "Why: The disk for the evidence refused to be written" in output
 
 
 def test_a_disk_without_room_for_the_seal_is_told_and_sealed_by_the_next_run(

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from harness.evidence.store import open_run, read_verdict
+from harness.evidence.results import read_verdict
+from harness.evidence.store import open_run
 from harness.verdicts import ReasonCode, Verdict
 from tests.drills.drill import REPOSITORY
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from harness.cli.main import main
-from harness.evidence.store import open_run, read_verdict
+from harness.evidence.results import read_verdict
+from harness.evidence.store import open_run
 from harness.run import doctor, trial
 from harness.run.judging import judge_directory
 from harness.verdicts import ReasonCode, Verdict
@@ -111,7 +112,7 @@ def test_a_server_that_is_never_ready_stops_the_arrival_gate(make: MakeSite) -> 
     assert {c.arm for c in stopped} == {"tiered_disk"}
     codes = {reason.code for c in stopped for reason in c.reasons}
     assert ReasonCode.SERVER_NOT_READY in codes
-    assert {r.code for r in signoff.gates[1].reasons} == {ReasonCode.GATE_NOT_REACHED}
+    assert [cause.code for cause in signoff.causes] == [ReasonCode.SERVER_NOT_READY]
 
 
 def test_a_server_that_is_never_ready_decides_nothing_elsewhere(make: MakeSite) -> None:

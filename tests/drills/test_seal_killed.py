@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from harness.evidence.store import RunWriter, TrialWriter, open_run
-from harness.records import Event
+from harness.records import Event, StopCause
 from tests.campaign_text import SMALL_CAMPAIGN
 from tests.drills.drill import REPOSITORY
 from tests.drills.seal_script import seal
@@ -63,7 +63,11 @@ def test_sealing_can_be_killed_anywhere(half_done: Path, tmp_path: Path) -> None
         expected = (half_done / "trials" / last.id / "requests-b.part").read_text().count("\n") + 1
         assert len(last.requests) == expected, f"step {steps}"
         assert last.events[-1].kind == "trial_ended"
-        assert last.events[-1].detail == {"ok": False, "error": "harness died"}
+        assert last.events[-1].detail == {
+            "ok": False,
+            "error": "harness died",
+            "cause": "harness_died",
+        }
         if not was_killed:
             break
         steps += 1
@@ -75,7 +79,7 @@ def test_a_sealed_trial_is_never_written_again(half_done: Path, tmp_path: Path) 
     shutil.copytree(half_done, run)
     sealed = sorted(run.glob("trials/*/manifest.json"))
     before = {path: path.read_bytes() for path in sealed}
-    RunWriter.resume(run).seal_open_trials("harness died", lambda _arm: "")
+    RunWriter.resume(run).seal_open_trials("harness died", StopCause.HARNESS_DIED, lambda _arm: "")
     assert {path: path.read_bytes() for path in sealed} == before
 
 

@@ -29,7 +29,7 @@ from harness.errors import HarnessError, PlanError
 from harness.evidence.exports import junit_xml
 from harness.evidence.lines import LineReader
 from harness.evidence.published import import_published
-from harness.evidence.store import read_provenance, write_verdict
+from harness.evidence.results import read_provenance, write_verdict
 from harness.records import (
     ErrorKind,
     MetricSample,

@@ -226,6 +226,7 @@ def test_evidence_that_was_not_judged_is_a_failure_in_junit() -> None:
             signable=False,
             label="l",
             verdict=Verdict.INCONCLUSIVE,
+            causes=(),
             gates=(
                 GateVerdict(
                     "evidence",

@@ -19,7 +19,8 @@ from harness.campaign.reading import load_campaign
 from harness.cli.main import main
 from harness.errors import PlanError
 from harness.evidence.published import import_published, load_table
-from harness.evidence.store import open_run, read_provenance, read_verdict, write_verdict
+from harness.evidence.results import read_provenance, read_verdict, write_verdict
+from harness.evidence.store import open_run
 from harness.records import canonical_json
 from harness.run.judging import judge_directory
 from harness.verdicts import CriterionResult, ReasonCode, SignOff, Verdict

@@ -11,17 +11,8 @@ from pathlib import Path
 import pytest
 
 from harness.errors import DigestMismatch, EvidenceError, Unsealed
-from harness.evidence.store import (
-    RunWriter,
-    TrialWriter,
-    open_run,
-    read_provenance,
-    read_records,
-    read_verdict,
-    write_atomic,
-    write_report,
-    write_verdict,
-)
+from harness.evidence.results import read_provenance, read_verdict, write_report, write_verdict
+from harness.evidence.store import RunWriter, TrialWriter, open_run, read_records, write_atomic
 from harness.records import (
     Event,
     MetricSample,

@@ -9,11 +9,12 @@ import pytest
 from harness.analysis.numbers import TrialNumbers, measure_run
 from harness.evidence.store import open_run
 from harness.judge.signoff import judge_arrival
-from harness.records import ErrorKind, Outcome
+from harness.records import ErrorKind, Outcome, StopCause
 from harness.verdicts import ReasonCode, Verdict
 from tests.sealed_runs import build_run, demo_plan
 
 STOP, INCONCLUSIVE, PASS = Verdict.STOP, Verdict.INCONCLUSIVE, Verdict.PASS
+C = StopCause
 NOT_READY, UNREACHABLE = ReasonCode.SERVER_NOT_READY, ReasonCode.SERVER_UNREACHABLE
 
 
@@ -45,8 +46,8 @@ def with_requests(trial: TrialNumbers, kind: ErrorKind, status: int | None = Non
     return dataclasses.replace(trial, all_requests=lost, requests=lost)
 
 
-def ended(trial: TrialNumbers, kind: str | None) -> TrialNumbers:
-    return dataclasses.replace(trial, complete=False, failure="it ended", failure_kind=kind)
+def ended(trial: TrialNumbers, cause: StopCause | None) -> TrialNumbers:
+    return dataclasses.replace(trial, complete=False, failure="it ended", cause=cause)
 
 
 def test_an_answer_passes(arrival: TrialNumbers) -> None:
@@ -54,27 +55,27 @@ def test_an_answer_passes(arrival: TrialNumbers) -> None:
     assert verdict(of_kind(arrival, "url")) == (PASS, None)
 
 
-@pytest.mark.parametrize("kind", ["ServerExited", "StartTimeout", "ServerSilent", None])
-def test_a_server_of_ours_that_ends_is_stop(arrival: TrialNumbers, kind: str | None) -> None:
+@pytest.mark.parametrize("kind", [C.SERVER_ENDED, C.SERVER_NOT_READY, C.SERVER_SILENT, None])
+def test_a_server_of_ours_that_ends_is_stop(arrival: TrialNumbers, kind: StopCause | None) -> None:
     assert verdict(ended(arrival, kind)) == (STOP, NOT_READY)
 
 
-@pytest.mark.parametrize("kind", ["Unreachable", "ServerSilent", None])
+@pytest.mark.parametrize("kind", [C.SERVER_UNREACHABLE, C.SERVER_SILENT, None])
 def test_a_server_of_somebody_else_that_ends_proves_nothing(
-    arrival: TrialNumbers, kind: str | None
+    arrival: TrialNumbers, kind: StopCause | None
 ) -> None:
     assert verdict(ended(of_kind(arrival, "url"), kind)) == (INCONCLUSIVE, UNREACHABLE)
 
 
 def test_one_that_was_never_reached_has_no_facts(arrival: TrialNumbers) -> None:
-    trial = ended(dataclasses.replace(arrival, server=None), "Unreachable")
+    trial = ended(dataclasses.replace(arrival, server=None), C.SERVER_UNREACHABLE)
     assert verdict(trial) == (INCONCLUSIVE, UNREACHABLE)
 
 
 def test_a_port_of_somebody_else_proves_nothing(arrival: TrialNumbers) -> None:
     expected = (INCONCLUSIVE, ReasonCode.PORT_TAKEN)
-    assert verdict(ended(arrival, "PortTaken")) == expected
-    assert verdict(ended(dataclasses.replace(arrival, server=None), "PortTaken")) == expected
+    assert verdict(ended(arrival, C.PORT_TAKEN)) == expected
+    assert verdict(ended(dataclasses.replace(arrival, server=None), C.PORT_TAKEN)) == expected
 
 
 @pytest.mark.parametrize(

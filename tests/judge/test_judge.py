@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from harness.campaign.reading import load_campaign
-from harness.evidence.store import write_verdict
+from harness.evidence.results import write_verdict
 from harness.records import ErrorKind, Event, Outcome, RequestRecord, TrialFacts
 from harness.run.judging import judge_directory
 from harness.verdicts import ReasonCode, SignOff, Verdict

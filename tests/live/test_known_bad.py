@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.evidence.store import read_verdict
+from harness.evidence.results import read_verdict
 from harness.run.judging import judge_directory
 from harness.verdicts import CriterionResult, ReasonCode, SignOff, Verdict
 from tests.live import campaigns

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.evidence.store import read_verdict
+from harness.evidence.results import read_verdict
 from harness.verdicts import JUDGE_VERSION, SignOff, Verdict
 from tests.live import campaigns
 

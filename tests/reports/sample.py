@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
+from harness.judge.causes import causes
 from harness.verdicts import (
     JUDGE_VERSION,
     ArmSummary,
@@ -57,6 +58,11 @@ _SPLIT = {
 }
 
 
+def caused(signoff: SignOff) -> SignOff:
+    """With the reasons that its gates and checks name, each a root cause of its own."""
+    return dataclasses.replace(signoff, causes=causes(signoff.gates, signoff.checks))
+
+
 def demo_pass() -> SignOff:
     """The demonstration on two cores: large effects at three levels; G1 and G3 judged."""
     return SignOff(
@@ -66,6 +72,7 @@ def demo_pass() -> SignOff:
         signable=False,
         label="demonstration, not signable",
         verdict=Verdict.PASS,
+        causes=(),
         gates=(
             GateVerdict("g1", Verdict.PASS, _g1(), ()),
             GateVerdict("g3", Verdict.PASS, _g3(), ()),
@@ -151,15 +158,17 @@ def stop_wrong_output() -> SignOff:
         for session, found, wanted in ((7, 1183, 271), (11, 13, 904))
     )
     stop_loss = Reason(ReasonCode.STOP_LOSS, "G2 is STOP.", "")
-    return dataclasses.replace(
-        demo,
-        verdict=Verdict.STOP,
-        gates=(
-            GateVerdict("g1", Verdict.PASS, _g1(), ()),
-            GateVerdict("g2", Verdict.STOP, (_oracle(2, Verdict.STOP, reasons),), ()),
-            GateVerdict("g3", Verdict.NOT_RUN, (), (stop_loss,)),
-        ),
-        cells=tuple(_cell(arm, 1) for arm in ("recompute", "tiered_disk")),
+    return caused(
+        dataclasses.replace(
+            demo,
+            verdict=Verdict.STOP,
+            gates=(
+                GateVerdict("g1", Verdict.PASS, _g1(), ()),
+                GateVerdict("g2", Verdict.STOP, (_oracle(2, Verdict.STOP, reasons),), ()),
+                GateVerdict("g3", Verdict.NOT_RUN, (), (stop_loss,)),
+            ),
+            cells=tuple(_cell(arm, 1) for arm in ("recompute", "tiered_disk")),
+        )
     )
 
 
@@ -183,20 +192,22 @@ def inconclusive() -> SignOff:
     )
     cells = tuple(_failed_cell(cell) if _is_worst(cell) else cell for cell in demo.cells)
     results = tuple(_undecided(result, threads, failed) for result in _g3())
-    return dataclasses.replace(
-        demo,
-        verdict=Verdict.INCONCLUSIVE,
-        gates=(
-            GateVerdict("g1", Verdict.PASS, _g1(), ()),
-            GateVerdict("g3", Verdict.INCONCLUSIVE, results, (threads,)),
-        ),
-        checks=(*checks, *demo.checks),
-        cells=cells,
-        arms=_arms(threads={"tiered_disk": 2, "tiered_dram": 2}),
-        differences=(
-            *demo.differences,
-            _difference("compute_threads", "recompute", 2, 1, declared=False),
-        ),
+    return caused(
+        dataclasses.replace(
+            demo,
+            verdict=Verdict.INCONCLUSIVE,
+            gates=(
+                GateVerdict("g1", Verdict.PASS, _g1(), ()),
+                GateVerdict("g3", Verdict.INCONCLUSIVE, results, (threads,)),
+            ),
+            checks=(*checks, *demo.checks),
+            cells=cells,
+            arms=_arms(threads={"tiered_disk": 2, "tiered_dram": 2}),
+            differences=(
+                *demo.differences,
+                _difference("compute_threads", "recompute", 2, 1, declared=False),
+            ),
+        )
     )
 
 
@@ -209,23 +220,26 @@ def evidence_altered() -> SignOff:
             ("trials/04-tiered_disk-cold_recovery-c2-r1/extra.txt", "not in the manifest"),
         )
     )
-    return SignOff(
-        judge_version=JUDGE_VERSION,
-        campaign="cpu-demo cold recovery, Qwen3-0.6B",
-        profile="cpu-demo",
-        signable=False,
-        label="evidence that cannot be judged",
-        verdict=Verdict.INCONCLUSIVE,
-        gates=(GateVerdict("evidence", Verdict.INCONCLUSIVE, (), reasons),),
-        checks=(),
-        cells=(),
-        arms=(),
-        differences=(),
-        plan={},
-        overrides=(),
-        not_tested=("everything: the evidence was not judged",),
-        evidence_digest=None,
-        criteria_digest="77de" * 16,
+    return caused(
+        SignOff(
+            judge_version=JUDGE_VERSION,
+            campaign="cpu-demo cold recovery, Qwen3-0.6B",
+            profile="cpu-demo",
+            signable=False,
+            label="evidence that cannot be judged",
+            verdict=Verdict.INCONCLUSIVE,
+            causes=(),
+            gates=(GateVerdict("evidence", Verdict.INCONCLUSIVE, (), reasons),),
+            checks=(),
+            cells=(),
+            arms=(),
+            differences=(),
+            plan={},
+            overrides=(),
+            not_tested=("everything: the evidence was not judged",),
+            evidence_digest=None,
+            criteria_digest="77de" * 16,
+        )
     )
 
 
@@ -245,10 +259,12 @@ def one_repetition_short() -> SignOff:
         reasons=(reason,),
         missed=(2,),
     )
-    return dataclasses.replace(
-        demo,
-        verdict=Verdict.INCONCLUSIVE,
-        gates=(demo.gates[0], GateVerdict("g3", Verdict.INCONCLUSIVE, (short, *rest), ())),
+    return caused(
+        dataclasses.replace(
+            demo,
+            verdict=Verdict.INCONCLUSIVE,
+            gates=(demo.gates[0], GateVerdict("g3", Verdict.INCONCLUSIVE, (short, *rest), ())),
+        )
     )
 
 

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from harness.verdicts import (
+    Cause,
     Check,
+    Consequence,
+    Finding,
     GateVerdict,
     Reason,
     ReasonCode,
@@ -142,9 +145,8 @@ def test_one_finding_named_by_check_and_criteria_is_listed_once() -> None:
 
 def test_many_findings_of_one_reason_are_counted() -> None:
     reasons = tuple(Reason(ReasonCode.NOT_COLD, f"trial {i}", f"trials/{i}") for i in range(50))
-    signoff = dataclasses.replace(
-        sample.evidence_altered(), gates=(GateVerdict("g3", Verdict.INCONCLUSIVE, (), reasons),)
-    )
+    gate = GateVerdict("g3", Verdict.INCONCLUSIVE, (), reasons)
+    signoff = sample.caused(dataclasses.replace(sample.evidence_altered(), gates=(gate,)))
     (group,) = reason_groups(signoff, EN)
     assert (len(group.occurrences), group.more) == (8, 42)
 
@@ -152,6 +154,27 @@ def test_many_findings_of_one_reason_are_counted() -> None:
 def test_failed_check_is_a_reason_even_under_a_pass() -> None:
     signoff = _with_failed_check(sample.demo_pass())
     assert [group.code for group in reason_groups(signoff, EN)] == ["trial.client_saturated"]
+
+
+def test_what_follows_stands_under_its_cause_with_the_count() -> None:
+    finding = Finding("3 trials missing", "", ("g3",))
+    effect = Consequence(ReasonCode.GATE_NOT_REACHED, Verdict.INCONCLUSIVE, (finding,) * 9)
+    cause = Cause(
+        ReasonCode.DISK_FULL,
+        Verdict.INCONCLUSIVE,
+        (Finding("full", "seal.json", ("g3",)),),
+        (effect,),
+    )
+    (group,) = reason_groups(dataclasses.replace(sample.inconclusive(), causes=(cause,)), EN)
+    (folded,) = group.following
+    assert group.code == "run.disk_full"
+    assert group.occurrences[0].places == ("G3",)
+    assert (folded.code, folded.count, len(folded.occurrences), folded.more) == (
+        "gate.not_reached",
+        9,
+        8,
+        1,
+    )
 
 
 def test_checks_split_into_failed_and_passed_by_name() -> None:
@@ -266,4 +289,4 @@ def test_override_names_the_default() -> None:
 def _with_failed_check(signoff: SignOff) -> SignOff:
     reason = Reason(ReasonCode.CLIENT_SATURATED, "send lag 31 ms", "trials/t1/samples.jsonl")
     failed = Check("send_lag", "t1", False, "31 ms", "at most 20 ms", (reason,))
-    return dataclasses.replace(signoff, checks=(failed, *signoff.checks))
+    return sample.caused(dataclasses.replace(signoff, checks=(failed, *signoff.checks)))

@@ -24,7 +24,11 @@ def test_inconclusive_at_80_columns_without_colour() -> None:
     first = lines.index("ttft_reduction_vs_recompute")
     row = "  [tiered_disk-c4]                            failed  >= 62.5 % each  3  INCONCLUSIVE"
     assert lines[first + 3].split() == row.split()
-    assert lines[-1] == "Why: arms.unequal_compute, trial.requests_failed"
+    assert lines[-3:] == [
+        "Why: Requests failed, were cut short or timed out.",
+        "15-tiered_disk-cold_recovery-c4-r2: 3 of 4 failed (timeout, truncated); allowed:",
+        "share <= 0",
+    ]
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -101,7 +105,7 @@ def test_control_codes_and_markup_from_evidence_are_inert() -> None:
     hostile = "[bold red]x[/] \x1b[2J\nPASS  forged"
     reason = dataclasses.replace(demo.gates[0].reasons[0], text=hostile, evidence=hostile)
     gates = (dataclasses.replace(demo.gates[0], reasons=(reason,)),)
-    shown = _printed(dataclasses.replace(demo, gates=gates), width=200)
+    shown = _printed(sample.caused(dataclasses.replace(demo, gates=gates)), width=200)
     assert "[bold red]x[/] \\x1b[2J\\nPASS  forged" in shown
     assert "\x1b" not in shown
 

@@ -22,6 +22,7 @@ from harness.judge.validity.requests import REQUEST_CHECKS, warmth
 from harness.verdicts import Check
 
 __all__ = [
+    "COUNTED",
     "arm_checks",
     "differing_keys",
     "effective_value",
@@ -32,14 +33,15 @@ __all__ = [
     "trial_checks",
 ]
 
-_COUNTED = ("cold_recovery", "steady", "oracle", "fits_in_hbm")
+# Workloads whose trials are checked.
+COUNTED = ("cold_recovery", "steady", "oracle", "fits_in_hbm")
 
 
 def trial_checks(trials: Sequence[TrialNumbers], bounds: ValidityBounds) -> list[Check]:
     """All checks of all measured trials."""
     checks = []
     for trial in trials:
-        if trial.facts.workload in _COUNTED:
+        if trial.facts.workload in COUNTED:
             checks += [check(trial, bounds) for check in REQUEST_CHECKS]
             checks += [check(trial, bounds) for check in CHECKS_BY_ROLE.get(trial.role, ())]
     return checks + list(warmth(trials, bounds))
