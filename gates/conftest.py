@@ -18,16 +18,16 @@ from rich.console import Console
 
 from gates import plugin
 from harness.campaign import arms
-from harness.campaign.plan import Plan, make_plan
-from harness.campaign.reading import load_campaign, read_model_config
+from harness.campaign.plan import Plan
 from harness.campaign.sections import GATES
 from harness.cli.console import ConsoleObserver
-from harness.errors import HarnessError
+from harness.errors import HarnessError, PlanError
 from harness.evidence import results
 from harness.judge.signoff import criterion_ids
-from harness.run.campaign_run import CampaignRun, clean_up_dead_runs, model_directory
+from harness.run.campaign_run import CampaignRun, clean_up_dead_runs
 from harness.run.checking import saved_plan
 from harness.run.judging import judge_directory
+from harness.run.planning import checked_plan, require_able
 from harness.verdicts import CriterionResult, SignOff
 from reports.signoff import render_html
 
@@ -64,14 +64,16 @@ class _Session:
 
     def _run_live(self) -> Path:
         home = arms.default_home()
-        campaign, text = load_campaign(self.config.getoption("--campaign"))
-        model_dir = model_directory(campaign, home)
-        plan = make_plan(
-            campaign, text, model_config=read_model_config(model_dir), gates=self.gates
-        )
         runs_root = self.config.getoption("--runs")
+        plan, model_dir = checked_plan(
+            self.config.getoption("--campaign"), home=home, gates=self.gates
+        )
         with ConsoleObserver(Console(stderr=True)) as observer:
             clean_up_dead_runs(runs_root, observer.note)
+            try:
+                require_able(plan, home=home, runs_root=runs_root)
+            except PlanError as error:  # as `kvgate run` would, before any trial
+                pytest.exit(str(error), returncode=pytest.ExitCode.USAGE_ERROR)
             return CampaignRun(
                 plan,
                 runs_root=runs_root,
@@ -93,9 +95,9 @@ def pytest_configure(config: pytest.Config) -> None:
         if evidence is not None:
             plan = saved_plan(evidence)
         else:
-            campaign, text = load_campaign(config.getoption("--campaign"))
-            model_dir = model_directory(campaign, arms.default_home())
-            plan = make_plan(campaign, text, model_config=read_model_config(model_dir))
+            plan, _model_dir = checked_plan(
+                config.getoption("--campaign"), home=arms.default_home()
+            )
     except HarnessError as error:
         raise pytest.UsageError(str(error)) from error
     config.stash[_KEY] = _Session(config, plan)

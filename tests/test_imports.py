@@ -101,6 +101,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "harness.collectors",
             "harness.connector",  # the empty package itself
             "harness.connector.budget",
+            "harness.connector.config",
             "harness.evidence",
             "harness.interrupts",
             "harness.judge",

@@ -11,6 +11,7 @@ from typing import Any
 
 from harness.campaign.criteria import Profile
 from harness.campaign.figures import Sizes
+from harness.campaign.places import key_lines, located, nearest
 from harness.campaign.placing import DEFAULT_BLOCK_TOKENS, ArmKV, arm_kv, candidate, placement
 from harness.campaign.reading import load_criteria
 from harness.campaign.sections import GATES, Arm, Campaign, Gate
@@ -115,12 +116,14 @@ def make_plan(
     label: str = "campaign",
 ) -> Plan:
     """Checks a campaign against its profile and its numbers. Raises PlanError with all problems."""
-    profile, criteria_text = load_criteria(campaign.profile, criteria, asked_by=label)
+    lines = key_lines(campaign_text)
+    asked_by = f"{label}:{lines['profile']}" if "profile" in lines else label
+    profile, criteria_text = load_criteria(campaign.profile, criteria, asked_by=asked_by)
     chosen = tuple(g for g in GATES if g in (gates or campaign.gates))
     plan = Plan(campaign, campaign_text, profile, criteria_text, model_config, chosen)
     # Without the KV's size nothing else can be checked.
     found = dict.fromkeys(_unsized(plan)) or _impossible(plan)
-    problems = [f"{label}: {problem}" for problem in found]
+    problems = [located(label, lines, problem) for problem in found]
     if problems:
         raise PlanError(problems)
     return plan
@@ -158,7 +161,7 @@ def _impossible(plan: Plan) -> Iterator[str]:
         known = ", ".join(sorted(profile.criteria))
         yield (
             f"criteria.{name}: found no such criterion in profile {campaign.profile}; "
-            f"allowed: {known}"
+            f"allowed: {known}{nearest(name, profile.criteria)}"
         )
     if campaign.is_imported:
         yield "arms: found kind = 'imported'; allowed only in what `kvgate import` writes"

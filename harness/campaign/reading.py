@@ -7,6 +7,7 @@ the key, the value found and the values allowed.
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from importlib import resources
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from harness.campaign.criteria import CriterionSpec, Profile
+from harness.campaign.places import key_lines, located, nearest
 from harness.campaign.sections import Arm, Campaign
 from harness.errors import PlanError
 
@@ -22,8 +24,7 @@ from harness.errors import PlanError
 def load_campaign(source: str | Path) -> tuple[Campaign, str]:
     """Campaign and its text, from a path or the name of a bundled one. Raises PlanError."""
     text, label = _read(source, "campaigns", "campaign")
-    campaign = _parse(Campaign, _toml(text, label), label)
-    return campaign, text
+    return parse_campaign(text, label), text
 
 
 def load_criteria(
@@ -50,13 +51,16 @@ def parse_criteria(
     profiles = content.get("profiles", {})
     if not isinstance(profiles, dict) or profile not in profiles:
         known = ", ".join(sorted(profiles)) or "none"
-        raise PlanError([f"{asked_by}: profile: found {profile!r}; allowed, by {label}: {known}"])
-    return _parse(Profile, profiles[profile], f"{label}: profiles.{profile}")
+        near = nearest(profile, profiles if isinstance(profiles, dict) else ())
+        raise PlanError(
+            [f"{asked_by}: profile: found {profile!r}; allowed, by {label}: {known}{near}"]
+        )
+    return _parse(Profile, profiles[profile], text, label, under=f"profiles.{profile}")
 
 
 def parse_campaign(text: str, label: str = "campaign.toml") -> Campaign:
     """A campaign from its text, as stored in a run. Raises PlanError."""
-    return _parse(Campaign, _toml(text, label), label)
+    return _parse(Campaign, _toml(text, label), text, label)
 
 
 def bundled_campaigns() -> list[str]:
@@ -81,7 +85,7 @@ def _read(source: str | Path, folder: str, what: str) -> tuple[str, str]:
     raise PlanError(
         [
             f"{source}: no such {what} file; allowed: a path ending in .toml, or one of "
-            f"{', '.join(known)}"
+            f"{', '.join(known)}{nearest(str(source), known)}"
         ]
     )
 
@@ -95,33 +99,47 @@ def _toml(text: str, label: str) -> dict[str, Any]:
         raise PlanError([f"{label}: not TOML: {error}"]) from error
 
 
+def unit_of(key: str) -> str:
+    """The unit that the name of a key ends in, to end a message with; empty for none."""
+    for end, unit in (("_s", "seconds"), ("_bytes", "bytes"), ("_tokens", "tokens")):
+        if key.endswith(end):
+            return f", in {unit}"
+    return ""
+
+
 _Parsed = TypeVar("_Parsed", bound=BaseModel)
 
 
-def _parse(kind: type[_Parsed], content: Any, label: str) -> _Parsed:
+def _parse(kind: type[_Parsed], content: Any, text: str, label: str, *, under: str = "") -> _Parsed:
+    """``under``: the table of the file that is parsed, where it is not the whole."""
     try:
         return kind.model_validate(content)
     except ValidationError as error:
-        problems = [_problem(kind, label, item) for item in error.errors()]
+        lines = key_lines(text)
+        problems = [located(label, lines, _problem(kind, item, under)) for item in error.errors()]
         raise PlanError(list(dict.fromkeys(problems))) from error
 
 
-def _problem(kind: type[BaseModel], label: str, item: Any) -> str:
-    """One line: file, key, value found, values allowed."""
+def _problem(kind: type[BaseModel], item: Any, under: str) -> str:
+    """One line: key, value found, values allowed with their unit, nearest spelling."""
     location = [part for part in item["loc"] if part != "[key]"]
-    key = ".".join(str(part) for part in location) or "(whole file)"
+    parts = [*([under] if under else []), *(str(part) for part in location)]
+    key = ".".join(parts) or "(whole file)"
     code, context, found = item["type"], item.get("ctx", {}), item.get("input")
     if code == "extra_forbidden":
-        section = ", ".join(_keys_beside(kind, location))
-        return f"{label}: {key}: found {_shown(found)}, an unknown key; allowed: {section}"
+        known = _keys_beside(kind, location)
+        near = nearest(str(location[-1]), known)
+        return f"{key}: found {_shown(found)}, an unknown key; allowed: {', '.join(known)}{near}"
     if code == "missing":
-        return f"{label}: {key}: found nothing; required"
+        return f"{key}: found nothing; required{unit_of(key)}"
     if code == "literal_error":
-        return f"{label}: {key}: found {_shown(found)}; allowed: {context.get('expected')}"
+        expected = str(context.get("expected"))
+        near = nearest(found, re.findall(r"'([^']*)'", expected)) if isinstance(found, str) else ""
+        return f"{key}: found {_shown(found)}; allowed: {expected}{near}"
     if code == "value_error":  # our own sentence, which names what it found
-        return f"{label}: {key}: {context['error']}"
-    message = f"{item['msg'][0].lower()}{item['msg'][1:]}"
-    return f"{label}: {key}: found {_shown(found)}; allowed: {message.removeprefix('input ')}"
+        return f"{key}: {context['error']}"
+    message = f"{item['msg'][0].lower()}{item['msg'][1:]}".removeprefix("input ")
+    return f"{key}: found {_shown(found)}; allowed: {message}{unit_of(key)}"
 
 
 def _shown(value: Any) -> str:

@@ -8,11 +8,9 @@ from pathlib import Path
 
 from rich.table import Table
 
-from harness.analysis.measures import unknown_measures
 from harness.campaign import arms
 from harness.campaign.estimates import estimate_s
-from harness.campaign.plan import Plan, make_plan
-from harness.campaign.reading import load_campaign, read_model_config
+from harness.campaign.plan import Plan
 from harness.campaign.sections import DEFAULT_CAMPAIGN, GATES
 from harness.cli.console import ConsoleObserver, steady_console
 from harness.cli.parsing import EXIT_USAGE, VerbMaker
@@ -20,9 +18,10 @@ from harness.cli.placement_screen import reported_capacity, show_placement
 from harness.cli.run_verbs import judge_and_report
 from harness.errors import PlanError
 from harness.judge.power import ASSUMED_NOISE, measured_noise, power_lines
-from harness.run.campaign_run import CampaignRun, clean_up_dead_runs, model_directory
+from harness.run.campaign_run import CampaignRun, clean_up_dead_runs
 from harness.run.doctor import disk_bytes_needed, examine
 from harness.run.judging import judge_directory
+from harness.run.planning import checked_plan, require_able
 from harness.server.environment import is_ready, make_environment
 
 
@@ -76,19 +75,12 @@ def _gates(text: str) -> list[str]:
 
 
 def _make_plan(arguments: argparse.Namespace) -> tuple[Plan, Path]:
-    campaign, text = load_campaign(arguments.campaign)
-    model_dir = model_directory(campaign, arms.default_home())
-    plan = make_plan(
-        campaign,
-        text,
-        model_config=read_model_config(model_dir),
+    return checked_plan(
+        arguments.campaign,
+        home=arms.default_home(),
         gates=arguments.gates,
         criteria=arguments.criteria,
-        label=str(arguments.campaign),
     )
-    if problems := unknown_measures(plan.profile.criteria.values()):
-        raise PlanError([f"{arguments.criteria}: {problem}" for problem in problems])
-    return plan, model_dir
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -148,13 +140,7 @@ def _run(arguments: argparse.Namespace) -> int:
     console = steady_console()
     # First: what a dead run still holds would be missing below.
     clean_up_dead_runs(arguments.runs, lambda text: console.print(text, markup=False))
-    missing = [
-        f for f in examine(plan, home=home, runs_root=arguments.runs) if f.required and not f.fine
-    ]
-    if missing:
-        raise PlanError(
-            [f"{f.name}: {f.found}; needed: {f.needed}. {f.remedy}".strip() for f in missing]
-        )
+    require_able(plan, home=home, runs_root=arguments.runs)
     with ConsoleObserver(console) as observer:
         run = CampaignRun(
             plan, runs_root=arguments.runs, home=home, model_dir=model_dir, observer=observer

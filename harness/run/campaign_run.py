@@ -25,9 +25,8 @@ from harness import interrupts
 from harness.analysis.numbers import measure_run
 from harness.campaign import arms
 from harness.campaign.estimates import MIB, trial_bytes
-from harness.campaign.generated_model import ensure_model
 from harness.campaign.plan import Plan
-from harness.campaign.sections import Arm, Campaign
+from harness.campaign.sections import Arm
 from harness.errors import HarnessError, PlanError, ServerError, StorageError
 from harness.evidence.store import (
     BALLAST_BYTES,
@@ -66,14 +65,6 @@ class Observer(Protocol):
     def trial_ended(self, facts: TrialFacts, duration_s: float) -> None: ...
 
     def note(self, text: str) -> None: ...
-
-
-def model_directory(campaign: Campaign, home: Path) -> Path:
-    """The served model's directory; generates the model when the campaign says so."""
-    if campaign.model.kind == "path":
-        assert campaign.model.path is not None
-        return Path(campaign.model.path).expanduser()
-    return ensure_model(campaign.model.generated, home / "models")
 
 
 class CampaignRun:
