@@ -40,7 +40,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "harness.verdicts": ({"harness.records"}, set()),
     "workloads": ({"harness.records"}, {"numpy"}),
     "harness.sim": ({"harness.records"}, set()),
-    "harness.connector": (set(), {"vllm", "torch", "numpy", "huggingface_hub"}),
+    "harness.connector": (set(), {"vllm", "torch", "transformers", "numpy", "huggingface_hub"}),
     "harness.connector.peer": (
         {"harness.connector.device", "harness.connector.layout", "harness.connector.peer_copy"},
         {"vllm", "numpy"},

@@ -221,6 +221,9 @@ def _print_notes(console: Console, tier: TierUse) -> None:
     for namespace in tier.namespaces:
         if problem := namespace.description.problem:
             _note(console, f"{namespace.name[:_SHORT]}: config.json: {problem}")
+        elif what := namespace.description.out_of_reach:
+            remedy = f"`kvgate tier prune {tier.root} --namespace {namespace.name[:_SHORT]}`"
+            _note(console, f"{namespace.name[:_SHORT]}: {what}; {remedy} shows what may go")
     leftovers = Amount()
     for namespace in tier.namespaces:
         for of in (namespace.temporary, namespace.retired):
@@ -293,6 +296,8 @@ def _facts(namespace: NamespaceUse) -> Iterator[tuple[str, str]]:
     yield "quantization", _shown(facts.quantization or "?")
     yield "KV cache", f"{_kv_type(facts)}, {_shown(facts.device or '?')}"
     yield "vLLM", _shown(facts.vllm or "?")
+    if facts.out_of_reach:
+        yield "name", facts.out_of_reach
     block = _block_shape(facts)
     if facts.payload_bytes and facts.block_tokens and facts.block_tokens > 0:
         block += f", {facts.payload_bytes // facts.block_tokens:,} bytes per token"

@@ -42,6 +42,8 @@ from harness.connector.device import (
     platform_facts,
 )
 from harness.connector.engine_view import (
+    code_in_use,
+    computing_versions,
     extra_keys,
     kv_cache_spec,
     local_rank_count,
@@ -495,16 +497,21 @@ class KvgateTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 spec=spec,
                 layers=layout.layers,
                 versions={
+                    **computing_versions(),
                     "vllm": vllm.__version__,
                     "format": str(FORMAT_VERSION),
                     "checksum": CHECKSUM.name,
                 },
                 platform=platform_facts(self._vllm_config, self._kv_cache_config),
                 model=weights_path(self._vllm_config.model_config),
+                code=code_in_use(self._vllm_config),
+                environment=os.environ,
             )
         except (FingerprintError, OSError, ValueError) as error:
             if self._config.directory is not None:
-                logger.error('event=disk_tier_off reason="%s"', error)
+                logger.error(
+                    'event=disk_tier_off effect="served from host memory only" reason="%s"', error
+                )
             # A name that no other process can have: host memory does not outlive this one.
             return os.urandom(16).hex(), None
         namespace = namespace_of(facts)

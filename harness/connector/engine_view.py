@@ -6,6 +6,9 @@ apart. Differences between versions are probed, not versioned.
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,9 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
 from harness.connector.fingerprint import FingerprintError
 from harness.connector.scheduler import ScheduledRequest
+
+_REMOTE_CODE = "transformers_modules."
+_NAMED_BY_VERSION = frozenset({"vllm", "torch", "transformers", *sys.stdlib_module_names})
 
 
 def refusal(vllm_config: Any, kv_cache_config: Any) -> str:
@@ -91,6 +97,66 @@ def weights_path(model_config: Any) -> Path:
             f"the weights of {model_config.model} were not found on this machine"
         )
     return Path(found).parent
+
+
+def computing_versions() -> dict[str, Any]:
+    """Versions of the packages that compute KV: vLLM's, what it builds on, and its plugins."""
+    groups = [name for name in importlib.metadata.entry_points().groups if name.startswith("vllm.")]
+    plugins = {
+        entry.dist.name: entry.dist.version
+        for group in groups
+        for entry in importlib.metadata.entry_points(group=group)
+        if entry.dist is not None
+    }
+    named = ("torch", "transformers")
+    return {**{name: importlib.metadata.version(name) for name in named}, "plugins": plugins}
+
+
+def code_in_use(vllm_config: Any) -> list[tuple[str, str]]:
+    """Names and digests of the modules that compute KV and belong to no package with a version.
+
+    They are the model's own code (``trust_remote_code``), classes registered from outside vLLM, and
+    the workers' classes; each with the source that this process imported it from.
+
+    Raises:
+        FingerprintError: the model's class is unknown, or a module's source cannot be found.
+    """
+    from vllm.model_executor.model_loader.utils import get_model_architecture
+
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    try:
+        model_class, _ = get_model_architecture(model)
+    except Exception as error:
+        raise FingerprintError(f"the model's class cannot be found again: {error}") from error
+    classes = {*model_class.__mro__, type(model.hf_config), type(model.hf_text_config)}
+    modules = {each.__module__ for each in classes}
+    modules |= {name for name in sys.modules if name.startswith(_REMOTE_CODE)}
+    for worker in (parallel.worker_cls, getattr(parallel, "worker_extension_cls", "")):
+        modules.add(worker.rpartition(".")[0] if isinstance(worker, str) else worker.__module__)
+    found = []
+    for module in modules:
+        if module.partition(".")[0] not in _NAMED_BY_VERSION and module:
+            name = module.rpartition(".")[2] if module.startswith(_REMOTE_CODE) else module
+            if (source := _source(module)) is not None:
+                found.append((name, hashlib.sha256(source.read_bytes()).hexdigest()))
+    return sorted(found)
+
+
+def _source(module: str) -> Path | None:
+    """Where a module was imported from; None for a package without code of its own."""
+    if (loaded := sys.modules.get(module)) is not None:
+        if loaded.__file__ is None and hasattr(loaded, "__path__"):
+            return None
+        origin = loaded.__file__
+    elif module.startswith(_REMOTE_CODE):  # its classes came here as values, without an import
+        from transformers.utils.hub import HF_MODULES_CACHE
+
+        origin = f"{HF_MODULES_CACHE}/{module.replace('.', '/')}.py"
+    else:
+        origin = None
+    if origin is None or not Path(origin).is_file():
+        raise FingerprintError(f"the source of module {module}, which computes KV, was not found")
+    return Path(origin)
 
 
 def extra_keys(

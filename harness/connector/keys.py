@@ -28,6 +28,9 @@ from typing import Any
 
 from harness.connector.blockfile import KEY_BYTES
 
+# What a namespace's name is made of. A change makes older directories misses: their names are then
+# names of nothing. Version 1 lacked all of the configuration but a few settings.
+NAMESPACE_VERSION = 2
 _ROOT_TAG = b"kvgate-chain-1"
 CONFIG_NAME = "config.json"
 BLOCK_SUFFIX = ".kv"

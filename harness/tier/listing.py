@@ -22,7 +22,7 @@ from typing import Any
 
 from harness.connector.blockfile import FORMAT_VERSION
 from harness.connector.directories import open_below
-from harness.connector.keys import CONFIG_NAME, namespace_of
+from harness.connector.keys import CONFIG_NAME, NAMESPACE_VERSION, namespace_of
 from harness.connector.quota import USAGE_NAME
 from harness.errors import PlanError
 
@@ -100,6 +100,7 @@ class Description:
 
     problem: str = ""
     format_version: int | None = None
+    namespace_version: int | None = None  # of what the name is made of
     vllm: str | None = None
     weights: str | None = None  # digest of configuration and samples of the weights
     model_dtype: str | None = None
@@ -117,6 +118,16 @@ class Description:
     def is_foreign_format(self) -> bool:
         """Whether another version of the format wrote the namespace."""
         return self.format_version not in (None, FORMAT_VERSION)
+
+    @property
+    def out_of_reach(self) -> str:
+        """Why servers of this version never look here; empty when they do."""
+        if self.namespace_version in (None, NAMESPACE_VERSION):
+            return ""
+        found, ours = self.namespace_version, NAMESPACE_VERSION
+        return (
+            f"a name of version {found}, this kvgate's are of {ours}: its servers never look here"
+        )
 
 
 @dataclass
@@ -389,6 +400,8 @@ def _description(config: dict[str, Any], namespace: str) -> Description:
     return Description(
         problem,
         format_version=version,
+        # The first version did not say so.
+        namespace_version=number(facts, "namespace_version") or (1 if facts else None),
         vllm=text(facts.get("versions"), "vllm"),
         weights=text(facts, "weights"),
         model_dtype=text(facts, "model_dtype"),

@@ -8,6 +8,8 @@ from __future__ import annotations
 import inspect
 import logging
 import pickle
+import sys
+import types
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +26,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
 
 from harness.connector.config import ConfigError  # noqa: E402
 from harness.connector.connector import KvgateTierConnector  # noqa: E402
+
+from .configurations import KVTransferConfig, configuration  # noqa: E402
 
 BLOCKS, HEADS, TOKENS, HEAD_SIZE = 8, 2, 16, 32
 LAYERS = ["l0", "l1"]
@@ -44,23 +48,20 @@ def _cache_config(*specs: Any) -> Any:
 
 
 def _vllm_config(model: Path, extra: dict[str, Any], policy: str = "recompute", **top: Any) -> Any:
-    return SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(
-            kv_connector_extra_config=extra, kv_load_failure_policy=policy, is_kv_producer=True
-        ),
-        parallel_config=SimpleNamespace(tensor_parallel_size=top.get("tp", 1)),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
-        load_config=SimpleNamespace(load_format="auto"),
-        model_config=SimpleNamespace(
-            model=str(model), hf_overrides={}, seed=0, quantization=None, dtype="bf16",
-            max_model_len=9,
-        ),
-    )  # fmt: skip
+    transfer = KVTransferConfig(
+        kv_connector_extra_config=extra, kv_load_failure_policy=policy, is_kv_producer=True
+    )
+    return configuration(
+        kv_transfer_config=transfer,
+        model_config__model=str(model),
+        **top.get("changes", {}),
+    )
 
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("harness.connector.device._attention_backends", lambda *_: ["stand-in"])
+    monkeypatch.setattr("harness.connector.connector.code_in_use", lambda _: [])
     directory = tmp_path / "model"
     directory.mkdir()
     (directory / "model.bin").write_bytes(b"weights")
@@ -176,18 +177,19 @@ def test_unusable_settings_stop_the_start(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("specs", "tp", "reason"),
+    ("specs", "stages", "reason"),
     [
         ((FullAttentionSpec(), FullAttentionSpec()), 1, "2 KV cache groups"),
         ((), 1, "0 KV cache groups"),
         ((SimpleNamespace(block_size=1),), 1, "only full attention"),
-        ((FullAttentionSpec(),), 2, "tensor_parallel_size is 2"),
+        ((FullAttentionSpec(),), 2, "pipeline_parallel_size is 2"),
     ],
 )
 def test_unsupported_models_are_served_without_the_tier(
-    model: Path, log: pytest.LogCaptureFixture, specs: tuple[Any, ...], tp: int, reason: str
+    model: Path, log: pytest.LogCaptureFixture, specs: tuple[Any, ...], stages: int, reason: str
 ) -> None:
-    config = _vllm_config(model, {"host_pool_bytes": 1 << 20}, tp=tp)
+    changes = {"parallel_config__pipeline_parallel_size": stages}
+    config = _vllm_config(model, {"host_pool_bytes": 1 << 20}, changes=changes)
     _, scheduler, _ = _pair(config, _cache_config(*specs))
     assert log.text.count("event=tier_off") == 1
     assert reason in log.text
@@ -239,3 +241,54 @@ def test_delivery_is_not_required(model: Path) -> None:
     cache = _cache_config(FullAttentionSpec())
     connector = KvgateTierConnector(config, KVConnectorRole.SCHEDULER, kv_cache_config=cache)
     assert connector.requires_kv_delivery is False
+
+
+def test_what_cannot_be_named_keeps_no_files_and_says_why(
+    model: Path, tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    extra = {"host_pool_bytes": 1 << 20, "directory": str(tmp_path / "tier")}
+    changes = {"model_config__hf_overrides": lambda config: config}
+    config = _vllm_config(model, extra, changes=changes)
+    _, scheduler, _ = _pair(config, _cache_config(FullAttentionSpec()))
+    assert "event=disk_tier_off" in log.text
+    assert "vllm_config.model_config.hf_overrides is a builtins.function" in log.text
+    assert "kvgate tier ready: {" in log.text  # host memory serves
+    assert not (tmp_path / "tier").exists()
+    assert scheduler.get_num_new_matched_tokens(_request("a"), 0) == (0, False)
+
+
+def test_code_in_use_is_read_from_where_it_was_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model's class from outside vLLM, a worker's, and a model's own code without its place."""
+    from harness.connector import engine_view
+    from harness.connector.fingerprint import FingerprintError
+
+    def module(name: str, text: str) -> Any:
+        path = tmp_path / f"{name.rpartition('.')[2]}.py"
+        path.write_text(text)
+        made = types.ModuleType(name)
+        made.__file__ = str(path)
+        exec(text, made.__dict__)
+        monkeypatch.setitem(sys.modules, name, made)
+        return made
+
+    own = module("own_model", "class Model: pass\n")
+    remote = module("transformers_modules.m_1.4f2a.modeling_m", "x = 1\n")
+    module("own_worker", "class Extension: pass\n")
+    monkeypatch.setattr(
+        "vllm.model_executor.model_loader.utils.get_model_architecture",
+        lambda _: (own.Model, "Model"),
+    )
+    config = configuration(parallel_config__worker_extension_cls="own_worker.Extension")
+    monkeypatch.setattr(engine_view, "_NAMED_BY_VERSION", engine_view._NAMED_BY_VERSION | {"tests"})
+    before = engine_view.code_in_use(config)
+    assert [name for name, _ in before] == ["modeling_m", "own_model", "own_worker"]
+
+    Path(remote.__file__).write_text("x = 2\n")
+    after = engine_view.code_in_use(config)
+    assert [a == b for a, b in zip(before, after, strict=True)] == [False, True, True]
+
+    Path(own.__file__).unlink()
+    with pytest.raises(FingerprintError, match="source of module own_model"):
+        engine_view.code_in_use(config)

@@ -17,6 +17,7 @@ DAY_S = 86400
 PAYLOAD_BYTES = 5000
 FILE_BYTES = file_bytes(PAYLOAD_BYTES)
 FACTS: dict[str, Any] = {
+    "namespace_version": 2,
     "versions": {"vllm": "0.32.0", "format": "1"},
     "platform": {"device": "cpu"},
     "weights": "ab" * 32,
@@ -30,9 +31,9 @@ FACTS: dict[str, Any] = {
 }
 
 
-def add_namespace(root: Path, **changes: Any) -> str:
+def add_namespace(root: Path, *, facts: dict[str, Any] = FACTS, **changes: Any) -> str:
     """A namespace without blocks; returns its name."""
-    facts = {**FACTS, **changes}
+    facts = {**facts, **changes}
     name = namespace_of(facts)
     config = {
         "format_version": 2,

@@ -21,11 +21,13 @@ from harness.tier.listing import describe, resolve_namespaces, survey
 from harness.tier.upkeep import Outcome
 from tests.tier.directory import (
     DAY_S,
+    FACTS,
     FILE_BYTES,
     NOW_NS,
     PAYLOAD_BYTES,
     add_block,
     add_namespace,
+    checked,
     kvgate,
 )
 
@@ -48,6 +50,7 @@ def test_a_survey_counts_everything_and_reads_the_configuration(root: Path) -> N
     assert namespace.description == tier.Description(
         "",
         format_version=2,
+        namespace_version=2,
         vllm="0.32.0",
         weights="ab" * 32,
         model_dtype="torch.bfloat16",
@@ -71,6 +74,27 @@ def test_a_survey_counts_everything_and_reads_the_configuration(root: Path) -> N
     assert [entry.path for entry in found.foreign] == [f"{name}/r0/notes.txt"]
     assert (found.block_count, found.block_bytes) == (3, 3 * FILE_BYTES)
     assert found.unreadable_count == 0
+
+
+def test_a_namespace_of_an_older_version_is_described_and_said_to_be_out_of_reach(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is as whole as ever: listed, verified and pruned like the others."""
+    old_facts = {key: value for key, value in FACTS.items() if key != "namespace_version"}
+    old, new = add_namespace(root, facts=old_facts), add_namespace(root)
+    add_block(root, old, 1)
+    description = describe(root, old)
+    assert (description.problem, description.namespace_version) == ("", 1)
+    assert (description.layer_count, description.kv_heads, description.vllm) == (4, 8, "0.32.0")
+    assert describe(root, new).out_of_reach == ""
+    assert checked(root) == []
+
+    assert kvgate("ls", root) == 0
+    shown = capsys.readouterr().out
+    assert f"{old[:12]}: a name of version 1, this kvgate's are of 2" in shown
+    assert f"{new[:12]}: " not in shown
+    assert kvgate("stat", root, "--namespace", old) == 0
+    assert "a name of version 1" in capsys.readouterr().out
 
 
 def test_a_namespace_without_blocks_is_listed(root: Path) -> None:
