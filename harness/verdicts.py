@@ -10,12 +10,15 @@ import enum
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from harness.records import Record, later
 
 # Raise with every change that can alter a verdict on unchanged evidence (CHANGELOG, "Verdicts").
 JUDGE_VERSION = "2"
+
+# Gates that this version can run and judge; the others of the protocol do not exist yet.
+GATES_BUILT: tuple[Literal["g1", "g3"], ...] = ("g1", "g3")
 
 
 class Verdict(enum.Enum):
@@ -518,6 +521,7 @@ class Cell(Record):
 
     TTFT in seconds, one entry per repetition (wave statistic) and one per request (pooled). Of
     more requests than a chart can show, ``ttft_s`` holds order statistics (docs/evidence.md).
+    The last two are geometric means over the repetitions, as in `Compared`.
     """
 
     arm: str
@@ -535,11 +539,16 @@ class Cell(Record):
     requests_ok: int
     requests: int
     valid: bool
+    ttft_wave_s_mean: float | str | None = later(None)
+    throughput_tokens_per_s_mean: float | None = later(None)
 
 
 @dataclass(frozen=True)
 class ArmSummary(Record):
-    """One arm for the report: its part, medium and effective configuration."""
+    """One arm for the report: its part, medium and effective configuration.
+
+    ``versions``: what its server said of itself ("vllm 0.32.0").
+    """
 
     arm: str
     role: str
@@ -547,6 +556,7 @@ class ArmSummary(Record):
     argv: tuple[str, ...]
     effective: dict[str, Any]
     declared: tuple[str, ...]
+    versions: tuple[str, ...] = later(())
 
 
 @dataclass(frozen=True)
@@ -574,3 +584,6 @@ class SignOff(Record):
     evidence_digest: str | None
     criteria_digest: str
     format: int = 1
+    model: str = later("")
+    supplier: str = later("")
+    customer: str = later("")

@@ -15,7 +15,15 @@ from harness.analysis.measures import MEASURES
 from harness.campaign.criteria import CriterionSpec, Profile, ValidityBounds
 from harness.campaign.generated_model import ModelArchitecture
 from harness.campaign.reading import bundled_campaigns, load_campaign
-from harness.campaign.sections import Arm, Campaign, ColdRecovery, CriterionOverride, Model, Server
+from harness.campaign.sections import (
+    Arm,
+    Campaign,
+    ColdRecovery,
+    CriterionOverride,
+    Model,
+    Parties,
+    Server,
+)
 from harness.cli.main import _parser
 from harness.cli.reasons_page import reasons_markdown
 from harness.verdicts import REASON_TEXTS, ReasonCode
@@ -70,7 +78,7 @@ def test_every_flag_is_explained(verb: str, flag: str) -> None:
     ("section", "key"),
     [
         pytest.param(section, key, id=f"{section.__name__}.{key}")
-        for section in (Campaign, Model, Server, Arm, ColdRecovery, CriterionOverride)
+        for section in (Campaign, Model, Server, Arm, ColdRecovery, CriterionOverride, Parties)
         for key in keys_of(section)
     ],
 )

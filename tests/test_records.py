@@ -121,8 +121,12 @@ CELL = Cell(
     requests_ok=1,
     requests=2,
     valid=False,
+    ttft_wave_s_mean="inf",
+    throughput_tokens_per_s_mean=1.5,
 )
-ARM = ArmSummary("tiered", "tiered", None, ("python",), {"dtype": "float32"}, ("connector",))
+ARM = ArmSummary(
+    "tiered", "tiered", None, ("python",), {"dtype": "float32"}, ("connector",), ("vllm 1",)
+)
 FINDING = Finding("found 1", "seal.json", ("g3", "x[tiered]"))
 CONSEQUENCE = Consequence(ReasonCode.NO_MEASUREMENT, Verdict.INCONCLUSIVE, (FINDING,))
 CAUSE = Cause(ReasonCode.DISK_FULL, Verdict.INCONCLUSIVE, (FINDING,), (CONSEQUENCE,))

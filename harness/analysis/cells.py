@@ -47,7 +47,20 @@ def _cell(run: RunNumbers, arm: str, workload: str, level: int, steady_cycles: i
         requests_ok=sum(1 for r in requests if r.outcome is Outcome.OK),
         requests=len(requests),
         valid=bool(trials) and all(n.id in run.valid for n in trials),
+        ttft_wave_s_mean=_geometric_mean([value for value, _ in statistics]),
+        throughput_tokens_per_s_mean=_finite(_geometric_mean([r for r in rates if r is not None])),
     )
+
+
+def _geometric_mean(values: Sequence[float]) -> float | str | None:
+    """None on no values, or where one is not above 0."""
+    if not values or any(not value > 0 for value in values):
+        return None
+    return finite_or_inf(stats.round9(stats.geometric_mean(values)))
+
+
+def _finite(value: float | str | None) -> float | None:
+    return None if isinstance(value, str) else value
 
 
 # A chart shows no more dots than this; a verdict file should not be larger than its evidence.

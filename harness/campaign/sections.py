@@ -12,9 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from harness.campaign.generated_model import ModelArchitecture
 from harness.sim.config import campaign_problem
+from harness.verdicts import GATES_BUILT
 
 Gate = Literal["g1", "g3"]
-GATES: tuple[Gate, ...] = ("g1", "g3")
+GATES: tuple[Gate, ...] = GATES_BUILT
 DEFAULT_CAMPAIGN = "cpu-demo"
 
 
@@ -205,6 +206,13 @@ class CriterionOverride(Section):
     target: float
 
 
+class Parties(Section):
+    """Who signs; printed on the page's first screen and beside the signature lines."""
+
+    supplier: str = ""
+    customer: str = ""
+
+
 class Campaign(Section):
     """One campaign file."""
 
@@ -219,6 +227,7 @@ class Campaign(Section):
     cold_recovery: ColdRecovery
     deployment: Deployment | None = None
     criteria: dict[str, CriterionOverride] = {}
+    parties: Parties = Parties()
 
     @model_validator(mode="before")
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from harness.errors import EvidenceError
 from harness.evidence.store import json_file, parse_file, write_atomic
@@ -45,7 +46,17 @@ def read_provenance(path: Path) -> dict[str, str]:
         if not isinstance(content, dict):
             raise EvidenceError(f"{path / name}: expected an object")
     return {
-        "run": f"{path.parent.name}/{path.name}",
+        "run": _run_name(path, found),
         **{str(k): str(v) for k, v in found.items()},
         "ended": str(seal.get("ended", "never")),
     }
+
+
+def _run_name(path: Path, provenance: dict[str, Any]) -> str:
+    """Campaign and start as they were sealed: a copied or renamed directory is the same run."""
+    started = str(provenance.get("started", provenance.get("imported", "")))
+    compact = started.split("+")[0].replace("-", "").replace(":", "")
+    plan = json_file(path / "plan.json") if (path / "plan.json").is_file() else {}
+    campaign = plan.get("campaign") if isinstance(plan, dict) else None
+    name = "/".join(str(part) for part in (campaign, f"{compact}Z" if compact else None) if part)
+    return name or "not named in the evidence"

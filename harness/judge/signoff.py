@@ -7,6 +7,7 @@ verdict.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import PurePath
 
 from harness.analysis.cells import cells
 from harness.analysis.measures import (
@@ -107,7 +108,21 @@ def judge_run(
         not_tested=tuple(_not_tested(plan)),
         evidence_digest=evidence_digest,
         criteria_digest=digest(plan.criteria_text),
+        model=_model(plan),
+        supplier=plan.campaign.parties.supplier,
+        customer=plan.campaign.parties.customer,
     )
+
+
+def _model(plan: Plan) -> str:
+    """The model in one line, by its own config.json."""
+    config, model = plan.model_config, plan.campaign.model
+    if plan.campaign.is_imported:
+        return ""  # a table has no model that anybody could check
+    name = PurePath(model.path).name if model.kind == "path" and model.path else "generated"
+    families = config.get("architectures") or ["architecture unknown"]
+    layers, width = config.get("num_hidden_layers"), config.get("hidden_size")
+    return f"{name}: {families[0]}, {layers} layers, hidden size {width}"
 
 
 def _is_simulated(plan: Plan, trials: Iterable[TrialNumbers]) -> bool:
@@ -409,6 +424,9 @@ def _arm_summary(arm: Arm, server: ServerFacts | None) -> ArmSummary:
         argv=server.argv if server else (),
         effective=server.effective if server else {},
         declared=tuple(arm.declared),
+        versions=tuple(f"{name} {v}" for name, v in sorted(server.versions.items()))
+        if server
+        else (),
     )
 
 

@@ -357,10 +357,18 @@ def test_a_run_without_a_verdict_says_how_to_get_one(run: Path) -> None:
 
 def test_provenance_names_the_run_and_its_end(run: Path) -> None:
     assert read_provenance(run) == {
-        "run": "small/20261130T120000Z",
+        "run": "not named in the evidence",
         "harness": "0",
         "ended": "2026-11-30T12:05:00+00:00",
     }
+
+
+def test_a_renamed_directory_is_the_same_run(tmp_path: Path) -> None:
+    """The run's name comes from what was sealed, never from where a copy lies."""
+    (tmp_path / "plan.json").write_text('{"campaign": "site-a"}')
+    (tmp_path / "provenance.json").write_text('{"started": "2026-11-30T12:00:07+00:00"}')
+    renamed = tmp_path.rename(tmp_path.with_name("copy of something"))
+    assert read_provenance(renamed)["run"] == "site-a/20261130T120007Z"
 
 
 # --- atomic writes ----------------------------------------------------------

@@ -200,3 +200,10 @@ def _late(*, repetition: int, ttft_s: float, only_seq: int | None = None) -> Doc
         )
 
     return Doctor(record=hook)
+
+
+def test_cells_hold_the_figure_that_charts_label(tmp_path: Path) -> None:
+    cells = judge_directory(build_run(tmp_path, _late(repetition=2, ttft_s=0.32))).cells
+    (cell,) = (c for c in cells if (c.arm, c.level) == ("tiered_disk", 1) and c.repetitions == 3)
+    assert cell.ttft_wave_s == (0.08, 0.32, 0.08)
+    assert cell.ttft_wave_s_mean == 0.126992084  # cube root of 0.08 x 0.32 x 0.08 = 0.002048
