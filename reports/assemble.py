@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from harness.verdicts import (
     Check,
     CriterionResult,
-    GateVerdict,
-    Measurement,
     SignOff,
     Verdict,
 )
 from reports import verdict_words
-from reports.charts import measured
+from reports.charts import arm_order, measured
 from reports.configuration import configuration
 from reports.context import (
     Banner,
@@ -23,17 +21,15 @@ from reports.context import (
     Checks,
     Decisive,
     Fact,
-    Family,
-    GateBlock,
     Page,
-    Result,
+    ReasonGroup,
     Summary,
 )
-from reports.formats import interval
+from reports.criteria import anchors, gate_block, headlines
 from reports.formats import measured as measured_words
 from reports.safe import clean, show
 from reports.texts import Texts
-from reports.verdict_words import bound_words, comparison, gate_name, gate_title, mark
+from reports.verdict_words import bound_brief, comparison, mark
 
 _LANGUAGES = {"en": "en", "zh": "zh-CN"}
 
@@ -41,19 +37,27 @@ _LANGUAGES = {"en": "en", "zh": "zh-CN"}
 def build_page(signoff: SignOff, provenance: Mapping[str, str], texts: Texts) -> Page:
     """Everything the sign-off page shows, in the language of ``texts``."""
     answer = banner(signoff, texts)
+    places = anchors(signoff, texts)
+    reasons = verdict_words.reason_groups(signoff, texts)
     return Page(
         language=_LANGUAGES[texts.locale],
         title=texts("page.title", campaign=answer.campaign, verdict=answer.mark.word),
         banner=answer,
-        reasons=verdict_words.reason_groups(signoff, texts),
+        facts=first_facts(signoff, provenance, texts),
+        headlines=headlines(signoff, places, texts),
+        parties=(clean(signoff.supplier), clean(signoff.customer)),
+        arms=tuple(clean(arm) for arm in arm_order(signoff)),
+        anchors=places,
+        why=_why(reasons),
+        reasons=reasons,
         summary=summary(signoff, texts),
         overrides=tuple(clean(text) for text in signoff.overrides),
-        gates=tuple(gate_block(gate, texts) for gate in signoff.gates),
+        gates=tuple(gate_block(gate, signoff, texts) for gate in signoff.gates),
         measured=measured(signoff, texts),
         configuration=configuration(signoff, texts),
         plan=tuple(Fact(clean(key), show(value)) for key, value in _flat(signoff.plan, "")),
         checks=checks(signoff, texts),
-        not_tested=tuple(clean(text) for text in signoff.not_tested),
+        not_tested=tuple(texts.said(clean(text)) for text in signoff.not_tested),
         commands=commands(signoff),
         signable=signoff.signable,
         digests=_digests(signoff, texts),
@@ -74,6 +78,34 @@ def banner(signoff: SignOff, texts: Texts) -> Banner:
     )
 
 
+def first_facts(signoff: SignOff, provenance: Mapping[str, str], texts: Texts) -> tuple[Fact, ...]:
+    """When, which run, on what, for whom: all of it sealed or judged, none from a directory."""
+    absent = texts("word.absent")
+
+    def known(name: str) -> str:
+        return clean(provenance.get(name, "")) or absent
+
+    machine = [known("processor"), texts("fact.cores", count=known("cores")), known("memory")]
+    versions = dict.fromkeys(version for arm in signoff.arms for version in arm.versions)
+    servers = texts.listing(tuple(clean(version) for version in versions)) or absent
+    digest = clean(signoff.evidence_digest or "")
+    return (
+        Fact(texts("fact.date"), _minute(known("started"))),
+        Fact(texts("fact.run"), known("run")),
+        Fact(texts("fact.evidence"), digest[:16] or absent),
+        Fact(texts("fact.model"), clean(signoff.model) or absent),
+        Fact(texts("fact.server"), servers),
+        Fact(texts("fact.machine"), texts.listing(tuple(machine))),
+        Fact(texts("fact.supplier"), clean(signoff.supplier) or texts("fact.unnamed")),
+        Fact(texts("fact.customer"), clean(signoff.customer) or texts("fact.unnamed")),
+    )
+
+
+def _minute(started: str) -> str:
+    """2026-12-07 11:30 of a sealed UTC time; any other text as it stands."""
+    return started[:16].replace("T", " ") if started.endswith("+00:00") else started
+
+
 def summary(signoff: SignOff, texts: Texts) -> Summary | None:
     """Criteria with levels, the last gate's, for a PASS; without any, all criteria of that gate."""
     judged = [gate for gate in signoff.gates if gate.criteria]
@@ -89,31 +121,15 @@ def summary(signoff: SignOff, texts: Texts) -> Summary | None:
         columns: list[int | None] = [*levels] or [None]
         rows.append(
             Decisive(
-                title=clean(first.title),
-                comparison=_comparisons(results, texts),
+                title=texts.said(clean(first.title)),
+                comparison=comparison(first, texts),
                 values=tuple(_value_at(by_level.get(level), texts) for level in columns),
-                bound=bound_words(first.bound, first.measurement.unit, texts)[0],
+                bound=bound_brief(first.bound, first.measurement.unit, texts),
             )
         )
     total = sum(len(gate.criteria) for gate in signoff.gates)
     headings = tuple(texts("charts.level", level=level) for level in levels)
     return Summary(headings or (texts("column.value"),), tuple(rows), total - len(chosen))
-
-
-def gate_block(gate: GateVerdict, texts: Texts) -> GateBlock:
-    """One gate with its criteria, those of one name and comparison together."""
-    return GateBlock(
-        name=gate_name(gate.gate, texts),
-        title=gate_title(gate.gate, texts),
-        mark=mark(gate.verdict, texts),
-        families=tuple(_family(results, texts) for results in _families(gate.criteria)),
-        reasons=tuple(
-            texts(
-                "word.reason_of", meaning=texts.reason(reason.code).meaning, text=clean(reason.text)
-            )
-            for reason in gate.reasons
-        ),
-    )
 
 
 def checks(signoff: SignOff, texts: Texts) -> Checks:
@@ -132,12 +148,12 @@ def checks(signoff: SignOff, texts: Texts) -> Checks:
         )
         if len(aside) < len(signoff.checks) or not aside
         else texts("checks.summary_imported", count=len(aside)),
-        failed=tuple(_check(check) for check in failed),
+        failed=tuple(_check(check, texts) for check in failed),
         passed=tuple(
-            CheckGroup(clean(name), len(group), tuple(_check(check) for check in group))
+            CheckGroup(clean(name), len(group), tuple(_check(check, texts) for check in group))
             for name, group in passed.items()
         ),
-        not_applicable=tuple(_check(check) for check in aside),
+        not_applicable=tuple(_check(check, texts) for check in aside),
     )
 
 
@@ -149,18 +165,13 @@ def commands(signoff: SignOff) -> tuple[str, ...]:
 
 
 def _families(
-    results: tuple[CriterionResult, ...] | list[CriterionResult],
+    results: list[CriterionResult],
 ) -> list[list[CriterionResult]]:
-    """Levels of one comparison together; a criterion without levels with all its arms."""
+    """Levels of one comparison together."""
     groups: dict[tuple[str, str, str | None], list[CriterionResult]] = {}
     for result in results:
-        arm = result.arm if result.level is not None or result.baseline is not None else ""
-        groups.setdefault((result.criterion, arm, result.baseline), []).append(result)
+        groups.setdefault((result.criterion, result.arm, result.baseline), []).append(result)
     return list(groups.values())
-
-
-def _comparisons(results: list[CriterionResult], texts: Texts) -> str:
-    return texts.listing(tuple(dict.fromkeys(comparison(result, texts) for result in results)))
 
 
 def _value_at(result: CriterionResult | None, texts: Texts) -> str:
@@ -170,62 +181,26 @@ def _value_at(result: CriterionResult | None, texts: Texts) -> str:
     return measured_words(result.measurement.value, unit, result.bound, texts)
 
 
-def _family(results: list[CriterionResult], texts: Texts) -> Family:
-    first = results[0]
-    estimators = {result.measurement.estimator for result in results}
-    shared = estimators.pop() if len(estimators) == 1 else ""
-    return Family(
-        criterion=clean(first.criterion),
-        title=clean(first.title),
-        comparison=_comparisons(results, texts),
-        estimator=clean(shared),
-        decide=clean(first.decide),
-        rationale=clean(first.rationale),
-        results=tuple(_result(result, shared, texts) for result in results),
-    )
-
-
-def _result(result: CriterionResult, shared: str, texts: Texts) -> Result:
-    measurement = result.measurement
-    target, floor, override = bound_words(result.bound, measurement.unit, texts)
-    span, confidence = interval(measurement, texts)
-    return Result(
-        id=clean(result.id),
-        level=texts("word.none") if result.level is None else str(result.level),
-        value=measured_words(measurement.value, measurement.unit, result.bound, texts),
-        repetitions=_repetitions(measurement, texts),
-        interval=texts("word.none") if measurement.value is None else span,
-        confidence=confidence,
-        target=target,
-        floor=floor,
-        override=override,
-        n=f"{measurement.n:,}",
-        estimator="" if shared else clean(measurement.estimator),
-        mark=mark(result.verdict, texts),
-        codes=tuple(dict.fromkeys(reason.code.value for reason in result.reasons)),
-        trials=texts.listing(tuple(clean(trial) for trial in measurement.trials)),
-        detail=show(measurement.detail) if measurement.detail else "",
-    )
-
-
-def _repetitions(measurement: Measurement, texts: Texts) -> str:
-    """Each repetition; nothing for one, which is the value itself."""
-    if len(measurement.repetitions) < 2:
-        return ""
-    return " · ".join(
-        measured_words(value, measurement.unit, None, texts) for value in measurement.repetitions
-    )
-
-
-def _check(check: Check) -> CheckRow:
+def _check(check: Check, texts: Texts) -> CheckRow:
     return CheckRow(
         name=clean(check.name),
         subject=clean(check.subject),
-        found=clean(check.found),
-        allowed=clean(check.allowed),
+        found=texts.said(clean(check.found)),
+        allowed=texts.said(clean(check.allowed)),
         codes=tuple(dict.fromkeys(reason.code.value for reason in check.reasons)),
-        texts=tuple(dict.fromkeys(clean(reason.text) for reason in check.reasons)),
+        texts=tuple(dict.fromkeys(texts.said(clean(r.text)) for r in check.reasons)),
     )
+
+
+def _why(reasons: Sequence[ReasonGroup]) -> dict[str, str]:
+    """Each code to its own root cause, or to the first that it follows from."""
+    found: dict[str, str] = {}
+    for index, group in enumerate(reasons):
+        found.setdefault(group.code, f"why-{index}")
+    for index, group in enumerate(reasons):
+        for effect in group.following:
+            found.setdefault(effect.code, f"why-{index}")
+    return found
 
 
 def _digests(signoff: SignOff, texts: Texts) -> tuple[Fact, ...]:

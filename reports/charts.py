@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from harness.verdicts import Cell, SignOff
 from reports import figures
@@ -20,7 +20,10 @@ _FAILED = "#9c3600"
 _INK = "#1c2430"
 _QUIET = "#5b6573"
 
+_STEADY = "steady"
+
 Panel = Callable[..., str]
+Targets = Mapping[tuple[str, int], figures.Required]
 
 
 def measured(signoff: SignOff, texts: Texts) -> tuple[Measured, ...]:
@@ -33,10 +36,23 @@ def measured(signoff: SignOff, texts: Texts) -> tuple[Measured, ...]:
             index,
             [cell for cell in signoff.cells if cell.workload == workload],
             arms,
+            {} if workload == _STEADY else _required(signoff),
             texts,
         )
         for index, workload in enumerate(workloads)
     )
+
+
+def _required(signoff: SignOff) -> Targets:
+    """Where a PASS ends, as the judge put it: by measure and level, then by arm."""
+    found: dict[tuple[str, int], dict[str, list[float]]] = {}
+    for gate in signoff.gates:
+        for result in gate.criteria:
+            both = result.measurement.compared
+            if both is not None and both.required is not None and result.level is not None:
+                at_level = found.setdefault((result.measurement.name, result.level), {})
+                at_level.setdefault(result.arm, []).append(both.required)
+    return found
 
 
 def arm_order(signoff: SignOff) -> tuple[str, ...]:
@@ -46,7 +62,12 @@ def arm_order(signoff: SignOff) -> tuple[str, ...]:
 
 
 def _block(
-    workload: str, index: int, cells: list[Cell], all_arms: tuple[str, ...], texts: Texts
+    workload: str,
+    index: int,
+    cells: list[Cell],
+    all_arms: tuple[str, ...],
+    targets: Targets,
+    texts: Texts,
 ) -> Measured:
     arms = tuple(arm for arm in all_arms if any(cell.arm == arm for cell in cells))
     sources = ordered_sources({name: None for cell in cells for name in cell.tokens_by_source})
@@ -54,8 +75,8 @@ def _block(
     estimators = tuple(dict.fromkeys(clean(cell.ttft_estimator) for cell in cells))
     cyclic = "" if workload in _NOT_CYCLIC else texts("charts.cyclic")
     charts: tuple[Chart, ...] = (
-        _ttft(cells, all_arms, arms, prefix, texts, cyclic, texts.listing(estimators)),
-        _throughput(cells, all_arms, arms, prefix, texts, cyclic),
+        _ttft(cells, all_arms, arms, targets, prefix, texts, cyclic, texts.listing(estimators)),
+        _throughput(cells, all_arms, arms, targets, prefix, texts, cyclic),
     )
     if workload == _PUBLISHED:
         shows, hides = texts("charts.published_shows"), texts("charts.published_hides")
@@ -78,12 +99,15 @@ def _ttft(
     cells: list[Cell],
     all_arms: tuple[str, ...],
     arms: tuple[str, ...],
+    targets: Targets,
     prefix: str,
     texts: Texts,
     cyclic: str,
     estimators: str,
 ) -> Chart:
-    axis = shared_axis([value for cell in cells for value in (*cell.ttft_s, *cell.ttft_wave_s)])
+    own = _of_measure("ttft_reduction", targets)
+    values = [value for cell in cells for value in (*cell.ttft_s, *cell.ttft_wave_s)]
+    axis = shared_axis([*values, *_all_of(own)])
     dots = any(cell.ttft_s for cell in cells)
     legend = [
         *([Key("dot", _QUIET, texts("charts.key_request"))] if dots else []),
@@ -91,10 +115,21 @@ def _ttft(
     ]
     if axis.failed:
         legend.append(Key("cross", _FAILED, texts("charts.key_failed")))
+    legend += _label_keys(own, texts)
     return Chart(
         title=texts("charts.ttft_title"),
         unit=_unit("charts.ttft_unit", axis, texts),
-        facets=_facets(figures.ttft_panel, cells, all_arms, arms, axis, f"{prefix}t", texts),
+        facets=_facets(
+            figures.ttft_panel,
+            cells,
+            all_arms,
+            arms,
+            axis,
+            own,
+            f"{prefix}t",
+            [(c, c.ttft_wave_s_mean, "s") for c in cells],
+            texts,
+        ),
         legend=(*legend, *_invalid_key(cells, texts)),
         shows=_join(texts, texts("charts.ttft_shows"), cyclic),
         hides=texts("charts.ttft_hides"),
@@ -105,22 +140,37 @@ def _throughput(
     cells: list[Cell],
     all_arms: tuple[str, ...],
     arms: tuple[str, ...],
+    targets: Targets,
     prefix: str,
     texts: Texts,
     cyclic: str,
 ) -> Chart:
-    axis = shared_axis([value for cell in cells for value in cell.throughput_tokens_per_s])
-    kind = "steady" if cells[0].workload == "steady" else "throughput"
+    own = _of_measure("wave_throughput_gain", targets)
+    values = [value for cell in cells for value in cell.throughput_tokens_per_s]
+    axis = shared_axis([*values, *_all_of(own)])
+    kind = "steady" if cells[0].workload == _STEADY else "throughput"
     return Chart(
         title=texts(f"charts.{kind}_title"),
         unit=_unit("charts.throughput_unit", axis, texts),
-        facets=_facets(figures.throughput_panel, cells, all_arms, arms, axis, f"{prefix}p", texts),
+        facets=_facets(
+            figures.throughput_panel,
+            cells,
+            all_arms,
+            arms,
+            axis,
+            own,
+            f"{prefix}p",
+            [(c, c.throughput_tokens_per_s_mean, "tokens/s") for c in cells],
+            texts,
+        ),
         legend=(
             Key("dot", _QUIET, texts("charts.key_repetition")),
+            *_label_keys(own, texts),
             *_invalid_key(cells, texts),
         ),
         shows=_join(texts, texts(f"charts.{kind}_shows"), cyclic),
         hides=texts(f"charts.{kind}_hides"),
+        is_folded=kind == "throughput",
     )
 
 
@@ -139,7 +189,17 @@ def _tokens(
     return Chart(
         title=texts("charts.tokens_title"),
         unit=texts("charts.tokens_unit"),
-        facets=_facets(figures.tokens_panel, cells, all_arms, arms, axis, f"{prefix}s", texts),
+        facets=_facets(
+            figures.tokens_panel,
+            cells,
+            all_arms,
+            arms,
+            axis,
+            {},
+            f"{prefix}s",
+            [(c, float(c.prompt_tokens), "tokens") for c in cells],
+            texts,
+        ),
         legend=(*keys, Key("outline", _QUIET, texts("charts.key_prompt"))),
         shows=_join(texts, texts("charts.tokens_shows"), cyclic),
         hides=texts("charts.tokens_hides"),
@@ -152,17 +212,47 @@ def _facets(
     all_arms: tuple[str, ...],
     arms: tuple[str, ...],
     axis: Axis,
+    required: Mapping[int, figures.Required],
     prefix: str,
+    told: Sequence[tuple[Cell, float | str | None, str]],
     texts: Texts,
 ) -> tuple[Facet, ...]:
+    """``told``: value and unit per cell, read out where the figure cannot be seen."""
     facets = []
     for level in sorted({cell.level for cell in cells}):
         heading = texts("charts.level", level=level)
         at_level = [cell for cell in cells if cell.level == level]
         colours = {arm: arm_colour(arm, all_arms) for arm in arms}
-        svg = panel(at_level, colours, axis, prefix=f"{prefix}{level}", label=heading)
+        parts = tuple(
+            f"{clean(cell.arm)} {significant(value)} {unit}"
+            for cell, value, unit in told
+            if cell.level == level and isinstance(value, float)
+        )
+        svg = panel(
+            at_level,
+            colours,
+            axis,
+            prefix=f"{prefix}{level}",
+            label=texts.listing((heading, *parts)),
+            required=required.get(level, {}),
+        )
         facets.append(Facet(heading, svg))
     return tuple(facets)
+
+
+def _of_measure(name: str, targets: Targets) -> dict[int, figures.Required]:
+    return {level: by_arm for (measure, level), by_arm in targets.items() if measure == name}
+
+
+def _all_of(targets: Mapping[int, figures.Required]) -> list[float]:
+    return [v for by_arm in targets.values() for values in by_arm.values() for v in values]
+
+
+def _label_keys(targets: Mapping[int, figures.Required], texts: Texts) -> list[Key]:
+    label = Key("none", _INK, texts("charts.key_label"))
+    if not targets:
+        return [label]
+    return [label, Key("dash", figures.TARGET_COLOUR, texts("charts.key_required"))]
 
 
 def _invalid_key(cells: Sequence[Cell], texts: Texts) -> tuple[Key, ...]:

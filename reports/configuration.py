@@ -27,7 +27,7 @@ def configuration(signoff: SignOff, texts: Texts) -> Configuration:
     columns = tuple(_column(arm, order) for arm in signoff.arms)
     compared = _compared(signoff)
     keys = sorted({key for arm in signoff.arms for key in arm.effective} | set(compared))
-    rows = [_row(key, signoff, compared.get(key), texts) for key in keys]
+    rows = [row for key in keys for row in _rows(key, signoff, compared.get(key), texts)]
     differing = sorted(
         (row for row in rows if row.status != "same"), key=lambda row: _ORDER.index(row.status)
     )
@@ -68,8 +68,27 @@ def _entry_status(entry: Mapping[str, Any], signoff: SignOff) -> str:
     return "differs" if passed and all(passed) else "undeclared"
 
 
-def _row(key: str, signoff: SignOff, status: str | None, texts: Texts) -> SettingRow:
+def _rows(key: str, signoff: SignOff, status: str | None, texts: Texts) -> list[SettingRow]:
+    """One row; of a table (the connector's own configuration) one per key of it.
+
+    A key of a table is the same where all arms that have the table agree: that some have none is
+    said by another key.
+    """
     values = [_value(key, arm, signoff) for arm in signoff.arms]
+    tables = [value[0] for value in values if value and isinstance(value[0], Mapping)]
+    if not tables or any(value and value[0] and value[0] not in tables for value in values):
+        return [_row(key, values, status, texts)]
+    rows = []
+    for part in sorted({name for table in tables for name in table}):
+        shown = [
+            (value[0][part],) if value and value[0] and part in value[0] else () for value in values
+        ]
+        is_same = len({canonical_json(table.get(part)) for table in tables}) == 1
+        rows.append(_row(f"{key}.{part}", shown, "same" if is_same else status, texts))
+    return rows
+
+
+def _row(key: str, values: list[tuple[Any, ...]], status: str | None, texts: Texts) -> SettingRow:
     if status is None:
         status = "same" if len({canonical_json(value) for value in values}) <= 1 else "differs"
     return SettingRow(

@@ -6,6 +6,7 @@ Texts are plain and unescaped; the template escapes. Only `Facet.svg` is markup,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -88,6 +89,17 @@ class ReasonGroup:
 
 
 @dataclass(frozen=True)
+class Headline:
+    """One comparison in words; ``where``: arms, level and statistic; ``anchor``: of its row."""
+
+    sentence: str
+    where: str
+    required: str
+    mark: Mark
+    anchor: str
+
+
+@dataclass(frozen=True)
 class Decisive:
     """One criterion in the summary of a PASS: its value at each of ``levels`` of `Summary`."""
 
@@ -108,9 +120,16 @@ class Summary:
 
 @dataclass(frozen=True)
 class Result:
-    """One criterion at one level, the row of the criteria table."""
+    """One criterion at one level, with everything that is known of it.
+
+    ``missed``: the repetitions short of the bound. ``arm``: number of its arm, for the filter.
+    """
 
     id: str
+    anchor: str
+    title: str
+    comparison: str
+    arm: int
     level: str
     value: str
     repetitions: str
@@ -119,38 +138,69 @@ class Result:
     target: str
     floor: str
     override: str
+    missed: str
     n: str
     estimator: str
     mark: Mark
     codes: tuple[str, ...]
-    trials: str
+    trials: tuple[str, ...]
     detail: str
 
 
 @dataclass(frozen=True)
-class Family:
-    """One criterion with its levels; they share title, arms, rule and rationale.
+class GridCell:
+    """One level of a line. ``anchor``: its row, where it is not a PASS; empty: nothing there."""
 
-    ``estimator``: where all levels share it, else empty and `Result.estimator` has it.
+    heading: str
+    value: str
+    mark: Mark | None
+    anchor: str
+
+
+@dataclass(frozen=True)
+class GridLine:
+    """One arm, or one arm against its baseline, over the levels."""
+
+    comparison: str
+    arm: int
+    cells: tuple[GridCell, ...]
+    bound: str
+    beside: str
+    override: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """One criterion: a line per comparison, rule and rationale, and every result in full.
+
+    ``is_levelled``: whether its cells stand under the gate's levels, or in one that spans them.
     """
 
     criterion: str
     title: str
-    comparison: str
     estimator: str
+    rule: str
     decide: str
     rationale: str
+    is_levelled: bool
+    lines: tuple[GridLine, ...]
     results: tuple[Result, ...]
 
 
 @dataclass(frozen=True)
 class GateBlock:
-    """One gate with its criteria. ``reasons``: why it is not PASS beyond its criteria."""
+    """One gate: results that are not a PASS first, then every criterion over ``levels``.
+
+    ``reasons``: why it is not PASS beyond its criteria.
+    """
 
     name: str
     title: str
     mark: Mark
-    families: tuple[Family, ...]
+    anchor: str
+    levels: tuple[str, ...]
+    failed: tuple[Result, ...]
+    groups: tuple[Group, ...]
     reasons: tuple[str, ...]
 
 
@@ -173,7 +223,10 @@ class Key:
 
 @dataclass(frozen=True)
 class Chart:
-    """Small multiples over the levels. ``shows``, ``hides``: what it does and does not show."""
+    """Small multiples over the levels. ``shows``, ``hides``: what it does and does not show.
+
+    ``is_folded``: it restates another chart and stays closed until it is opened.
+    """
 
     title: str
     unit: str
@@ -181,6 +234,7 @@ class Chart:
     legend: tuple[Key, ...]
     shows: str
     hides: str
+    is_folded: bool = False
 
 
 @dataclass(frozen=True)
@@ -287,11 +341,22 @@ class Fact:
 
 @dataclass(frozen=True)
 class Page:
-    """Everything on the page, in its order. ``signable``: whether signature lines are printed."""
+    """Everything on the page, in its order. ``signable``: whether signature lines are printed.
+
+    ``anchors``: place of a reason (id of a criterion, check, gate) to where it is on the page;
+    ``why``: the same of a reason's code, which is where its root cause stands.
+    ``arms``: names for the filter, in the order of their numbers. ``parties``: supplier, customer.
+    """
 
     language: str
     title: str
     banner: Banner
+    facts: tuple[Fact, ...]
+    headlines: tuple[Headline, ...]
+    parties: tuple[str, str]
+    arms: tuple[str, ...]
+    anchors: Mapping[str, str]
+    why: Mapping[str, str]
     reasons: tuple[ReasonGroup, ...]
     summary: Summary | None
     overrides: tuple[str, ...]

@@ -46,8 +46,15 @@ SOURCE_COLOURS = {
 }
 _OTHER_SOURCE = "#CC79A7"
 _INK, _QUIET, _GRID = "#1c2430", "#5b6573", "#e3e6ea"
+TARGET_COLOUR = "#8e2a6e"
+_ON_SOURCE = {"disk": "#ffffff"}
+_LABELLED_SHARE = 0.07  # a part of a bar lower than this has no room for its number
 _SLOT = 0.72  # width of one arm's dots, where arms are 1 apart
 _BAND = 0.12  # share of a panel's height kept for failed requests
+
+
+# Per arm: the values where a PASS ends.
+Required = Mapping[str, Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -68,8 +75,8 @@ def shared_axis(values: Sequence[float | str]) -> Axis:
         return Axis(False, 0.0, 1.0, failed)
     low, high = min(finite), max(finite)
     if low > 0 and high / low > 10:
-        return Axis(True, low / 1.5, high * 1.5, failed)
-    return Axis(False, 0.0, high * 1.1 or 1.0, failed)
+        return Axis(True, low / 1.5, high * 1.9, failed)
+    return Axis(False, 0.0, high * 1.16 or 1.0, failed)
 
 
 def arm_colour(arm: str, arms: Sequence[str]) -> str:
@@ -92,10 +99,12 @@ def ttft_panel(
     *,
     prefix: str,
     label: str,
+    required: Required,
 ) -> str:
     """One level: every request a dot, every wave statistic a bar, failed ones a cross with count.
 
     ``colours``: the arms of the chart in their order; an arm without a cell keeps its place.
+    ``required``: per arm where a PASS ends, in the chart's unit; a dashed line each.
     """
     with _house_style():
         arms = list(colours)
@@ -115,6 +124,8 @@ def ttft_panel(
                         zorder=4,
                     )
             _failures(axes, place, sum(isinstance(value, str) for value in cell.ttft_s))
+            _targets(axes, place, required.get(cell.arm, ()))
+            _label(axes, place, cell.ttft_wave_s_mean, [*cell.ttft_s, *cell.ttft_wave_s])
         return inline_svg(figure, prefix=prefix, label=label)
 
 
@@ -125,14 +136,18 @@ def throughput_panel(
     *,
     prefix: str,
     label: str,
+    required: Required,
 ) -> str:
-    """One level: every repetition a dot."""
+    """One level: every repetition a dot; ``required`` as in `ttft_panel`."""
     with _house_style():
         arms = list(colours)
         figure, axes = _panel(arms, axis)
         for cell in cells:
             place, colour = arms.index(cell.arm), colours[cell.arm]
-            _dots(axes, place, cell.throughput_tokens_per_s, colour, filled=cell.valid, size=34)
+            rates = cell.throughput_tokens_per_s
+            _dots(axes, place, rates, colour, filled=cell.valid, size=34)
+            _targets(axes, place, required.get(cell.arm, ()))
+            _label(axes, place, cell.throughput_tokens_per_s_mean, rates)
         return inline_svg(figure, prefix=prefix, label=label)
 
 
@@ -143,8 +158,12 @@ def tokens_panel(
     *,
     prefix: str,
     label: str,
+    required: Required,
 ) -> str:
-    """One level: prompt tokens by source, stacked; the outline is all prompt tokens of the cell."""
+    """One level: prompt tokens by source, stacked; the outline is all prompt tokens of the cell.
+
+    A number stands in every part that is high enough for it. ``required`` plays no part.
+    """
     with _house_style():
         arms = list(colours)
         figure, axes = _panel(arms, axis)
@@ -156,6 +175,12 @@ def tokens_panel(
                     axes.text(place, cell.prompt_tokens, "?", ha="center", va="bottom", color=_INK)
                     continue
                 axes.bar(place, tokens, 0.58, bottom=base, color=source_colour(source), linewidth=0)
+                if tokens > _LABELLED_SHARE * axis.high:
+                    middle = base + tokens / 2
+                    colour = _ON_SOURCE.get(source, _INK)
+                    axes.text(
+                        place, middle, f"{tokens:,}", ha="center", va="center", color=colour, size=8
+                    )
                 base += tokens
             axes.bar(place, cell.prompt_tokens, 0.58, fill=False, edgecolor=_QUIET, linewidth=0.7)
         return inline_svg(figure, prefix=prefix, label=label)
@@ -189,8 +214,8 @@ def _house_style() -> Iterator[None]:
 
 def _panel(arms: Sequence[str], axis: Axis) -> tuple[Figure, Axes]:
     width = max(4.3, 1.0 + 0.78 * len(arms))
-    figure = Figure(figsize=(width, 3.0))
-    axes = figure.add_axes((0.62 / width, 0.155, 1 - 0.72 / width, 0.82))
+    figure = Figure(figsize=(width, 2.6))
+    axes = figure.add_axes((0.62 / width, 0.178, 1 - 0.72 / width, 0.8))
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(_QUIET)
@@ -250,6 +275,41 @@ def _dots(
         edgecolors="white" if filled else colour,
         linewidths=0.5 if filled else 1.2,
         zorder=3,
+    )
+
+
+def _targets(axes: Axes, place: int, values: Sequence[float]) -> None:
+    for value in values:
+        axes.plot(
+            [place - 0.44, place + 0.44],
+            [value, value],
+            color=TARGET_COLOUR,
+            linewidth=1.2,
+            linestyle=(0, (3, 2)),
+            zorder=5,
+        )
+
+
+def _label(
+    axes: Axes, place: int, value: float | str | None, values: Sequence[float | str]
+) -> None:
+    """The value of the cell above its highest point; nothing for a failed or unknown one."""
+    finite = [found for found in values if not isinstance(found, str)]
+    if value is None or isinstance(value, str) or not finite:
+        return
+    axes.annotate(
+        significant(value),
+        (place, max(finite)),
+        xytext=(0, 6),
+        textcoords="offset points",
+        ha="center",
+        va="bottom",
+        color=_INK,
+        size=8.5,
+        weight="bold",
+        zorder=6,
+        annotation_clip=False,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.85},
     )
 
 

@@ -8,12 +8,14 @@ hold them).
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from typing import Any
 
 from harness.records import canonical_json
 
 _HIDDEN = {"Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp"}
+_IN_A_TRIAL = re.compile(r"trials/[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)?")
 _SPELLED = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
@@ -31,6 +33,12 @@ def show(value: Any) -> str:
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return str(int(value))
     return clean(canonical_json(value))
+
+
+def evidence_href(path: str) -> str:
+    """Where the page, in ``report/`` of the run, finds a file of a trial; empty for any other."""
+    file = path.partition("#")[0]
+    return f"../{file}" if _IN_A_TRIAL.fullmatch(file) and ".." not in file else ""
 
 
 def _visible(character: str) -> str:

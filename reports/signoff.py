@@ -13,6 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from harness.verdicts import SignOff
 from reports.assemble import build_page
+from reports.safe import evidence_href
 from reports.texts import load
 
 
@@ -29,10 +30,12 @@ def render_html(signoff: SignOff, provenance: Mapping[str, str], locale: str = "
 
 
 def _environment() -> Environment:
-    return Environment(
+    environment = Environment(
         loader=PackageLoader("reports"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["evidence_href"] = evidence_href
+    return environment

@@ -20,7 +20,7 @@ from reports.formats import edge, interval, measured
 from reports.safe import clean
 from reports.texts import Texts, load
 from reports.verdict_words import (
-    bound_words,
+    bound_brief,
     gate_name,
     gate_title,
     label,
@@ -101,7 +101,8 @@ def _add_result(table: Table, result: CriterionResult, texts: Texts, *, alone: b
     measurement = result.measurement
     identifier = clean(result.id)
     value = measured(measurement.value, measurement.unit, result.bound, texts)
-    wanted, _, override = bound_words(result.bound, measurement.unit, texts)
+    wanted = bound_brief(result.bound, measurement.unit, texts)
+    override = result.bound.default_target is not None
     table.add_row(
         Text(_breakable(identifier) if alone else f"  {_bracket(identifier)}"),
         _plain(value),

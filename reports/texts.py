@@ -12,6 +12,7 @@ from importlib import resources
 from typing import Any
 
 from harness.verdicts import REASON_TEXTS, ReasonCode, ReasonText
+from reports.phrases import Phrases, load_phrases
 
 LOCALES = ("en", "zh")
 
@@ -23,9 +24,12 @@ class MissingText(LookupError):
 class Texts:
     """Looks texts up by dotted key and fills in named values."""
 
-    def __init__(self, locale: str, entries: Mapping[str, str]) -> None:
+    def __init__(
+        self, locale: str, entries: Mapping[str, str], said: Phrases | None = None
+    ) -> None:
         self.locale = locale
         self._entries = dict(entries)
+        self._said = said or Phrases({}, ())
 
     def __call__(self, key: str, **values: object) -> str:
         """Raises MissingText when the locale lacks the key or the text names a value not given."""
@@ -44,6 +48,10 @@ class Texts:
         """Meaning and remedy of a reason."""
         return ReasonText(self(f"reason.{code.value}.meaning"), self(f"reason.{code.value}.remedy"))
 
+    def said(self, text: str) -> str:
+        """A text of the verdict file in this language; as it stands where nobody translated it."""
+        return self._said.translated(text)
+
     def listing(self, items: tuple[str, ...]) -> str:
         """Items joined by this language's comma."""
         return self("word.comma").join(items)
@@ -59,7 +67,7 @@ def load(locale: str) -> Texts:
         for code, text in REASON_TEXTS.items():
             entries[f"reason.{code.value}.meaning"] = text.meaning
             entries[f"reason.{code.value}.remedy"] = text.remedy
-    return Texts(locale, entries)
+    return Texts(locale, entries, load_phrases(locale))
 
 
 def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from harness.verdicts import (
+    GATES_BUILT,
     Bound,
     Cause,
     Consequence,
@@ -78,13 +79,20 @@ def gate_tiles(signoff: SignOff, texts: Texts) -> tuple[GateTile, ...]:
     return tuple(_tile(name, by_name.get(name), absent, texts) for name in (*others, *KNOWN_GATES))
 
 
+def _is_missing(name: str, gate: GateVerdict | None) -> bool:
+    """True for a gate of the protocol that this version cannot run at all."""
+    return gate is None and name not in GATES_BUILT
+
+
 def scope(signoff: SignOff, texts: Texts) -> str:
     """Which gates were judged and which were not."""
-    groups: dict[str, list[str]] = {"judged": [], "unjudged": [], "not_run": []}
+    groups: dict[str, list[str]] = {"judged": [], "unjudged": [], "not_run": [], "not_built": []}
     by_name = {gate.gate.lower(): gate for gate in signoff.gates}
     for name in sorted({*KNOWN_GATES, *by_name}):
         gate = by_name.get(name)
-        if gate is None or gate.verdict is Verdict.NOT_RUN:
+        if _is_missing(name, gate):
+            groups["not_built"].append(gate_name(name, texts))
+        elif gate is None or gate.verdict is Verdict.NOT_RUN:
             groups["not_run"].append(gate_name(name, texts))
         else:
             groups["judged" if gate.criteria else "unjudged"].append(gate_name(name, texts))
@@ -102,12 +110,19 @@ def comparison(result: CriterionResult, texts: Texts) -> str:
     return texts("word.against", arm=clean(result.arm), baseline=clean(result.baseline))
 
 
+def bound_brief(bound: Bound, unit: Unit, texts: Texts) -> str:
+    """The bound as the rule applied it, for a narrow column."""
+    if bound.each is not None:
+        return texts("word.each", edge=edge(bound.each, unit))
+    return edge(bound.target, unit, bound.comparison)
+
+
 def bound_words(bound: Bound, unit: Unit, texts: Texts) -> tuple[str, str, str]:
     """The bound as the rule applied it, what belongs to it, override; the last two may be empty."""
     wanted, beside = edge(bound.target, unit, bound.comparison), ""
     if bound.each is not None:
-        beside = texts("word.target", target=wanted)
-        wanted = texts("word.each", edge=edge(bound.each, unit))
+        beside = texts("word.every", target=wanted)
+        wanted = edge(bound.each, unit)
     elif bound.low is not None:
         beside = texts("word.low", edge=edge(bound.low, unit))
     elif bound.floor is not None:
@@ -147,11 +162,14 @@ def root_cause(signoff: SignOff, texts: Texts) -> str:
         return ""
     cause = signoff.causes[0]
     meaning = texts.reason(cause.code).meaning
-    return texts("word.reason_of", meaning=meaning, text=clean(cause.findings[0].text))
+    return texts("word.reason_of", meaning=meaning, text=texts.said(clean(cause.findings[0].text)))
 
 
 def _tile(name: str, gate: GateVerdict | None, absent: str, texts: Texts) -> GateTile:
     title = gate_title(name, texts)
+    if _is_missing(name, gate):
+        word = Mark("not-built", texts("gate_note.not_built_word"), "")
+        return GateTile(gate_name(name, texts), title, word, texts("gate_note.not_built"))
     if gate is None:
         return GateTile(gate_name(name, texts), title, mark(Verdict.NOT_RUN, texts), absent)
     note = texts("gate_note.criteria", count=len(gate.criteria))
@@ -169,7 +187,7 @@ def _group(cause: Cause, names: Mapping[str, str], texts: Texts) -> ReasonGroup:
         mark=mark(cause.verdict, texts),
         meaning=words.meaning,
         remedy=words.remedy,
-        occurrences=_occurrences(cause.findings, names),
+        occurrences=_occurrences(cause.findings, names, texts),
         more=max(0, len(cause.findings) - MAX_OCCURRENCES),
         following=tuple(_following(effect, names, texts) for effect in cause.consequences),
     )
@@ -181,15 +199,17 @@ def _following(effect: Consequence, names: Mapping[str, str], texts: Texts) -> F
         mark=mark(effect.verdict, texts),
         meaning=texts.reason(effect.code).meaning,
         count=len(effect.findings),
-        occurrences=_occurrences(effect.findings, names),
+        occurrences=_occurrences(effect.findings, names, texts),
         more=max(0, len(effect.findings) - MAX_OCCURRENCES),
     )
 
 
-def _occurrences(findings: tuple[Finding, ...], names: Mapping[str, str]) -> tuple[Occurrence, ...]:
+def _occurrences(
+    findings: tuple[Finding, ...], names: Mapping[str, str], texts: Texts
+) -> tuple[Occurrence, ...]:
     return tuple(
         Occurrence(
-            text=clean(finding.text),
+            text=texts.said(clean(finding.text)),
             evidence=clean(finding.evidence),
             places=tuple(clean(names.get(place, place)) for place in finding.places[:MAX_PLACES]),
             more_places=max(0, len(finding.places) - MAX_PLACES),

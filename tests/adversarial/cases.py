@@ -241,7 +241,7 @@ CASES = (
     Case(
         FaultName.DRIFT,
         INCONCLUSIVE,
-        ReasonCode.UNDECIDED,
+        ReasonCode.REPETITION_MISSED,
         look=drift_is_measured,
         fault={"from_request": WAVES + 6, "to_request": WAVES + 15, "value": 4.0},
     ),

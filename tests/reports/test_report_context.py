@@ -31,6 +31,7 @@ from reports.context import (
     SettingRow,
     Summary,
 )
+from reports.criteria import gate_block
 from reports.texts import load
 from reports.verdict_words import label, reason_groups
 from tests.reports import sample
@@ -40,21 +41,23 @@ PASS = Mark("pass", "PASS", "")
 STOP = Mark("stop", "STOP", "")
 INCONCLUSIVE = Mark("inconclusive", "INCONCLUSIVE", "")
 NOT_RUN = Mark("not-run", "NOT RUN", "")
+NOT_BUILT = Mark("not-built", "does not exist yet", "")
 
 
 def test_banner_of_a_pass() -> None:
+    absent = "Not in this version of kvgate"
     assert assemble.banner(sample.demo_pass(), EN) == Banner(
         mark=PASS,
         sentence="Every criterion that was judged is met.",
-        scope="Judged: G1, G3. Not run: G2, G4.",
+        scope="Judged: G1, G3. Do not exist yet: G2, G4.",
         label="demonstration, not signable",
         campaign="cpu-demo cold recovery, Qwen3-0.6B",
         profile="cpu-demo",
         gates=(
             GateTile("G1", "Arrival check", PASS, "Criteria judged: 2"),
-            GateTile("G2", "Integration and correctness", NOT_RUN, "Not selected in this run"),
+            GateTile("G2", "Integration and correctness", NOT_BUILT, absent),
             GateTile("G3", "Main performance gate", PASS, "Criteria judged: 9"),
-            GateTile("G4", "Stability", NOT_RUN, "Not selected in this run"),
+            GateTile("G4", "Stability", NOT_BUILT, absent),
         ),
     )
 
@@ -62,10 +65,12 @@ def test_banner_of_a_pass() -> None:
 def test_altered_evidence_says_that_no_gate_was_judged() -> None:
     banner = assemble.banner(sample.evidence_altered(), EN)
     assert banner.mark == INCONCLUSIVE
-    assert banner.scope == "No criterion could be judged in: Evidence. Not run: G1, G2, G3, G4."
+    assert banner.scope == (
+        "No criterion could be judged in: Evidence. Not run: G1, G3. Do not exist yet: G2, G4."
+    )
     changed = "Sealed evidence was changed, removed or added to."
     assert banner.gates[0] == GateTile("Evidence", "", INCONCLUSIVE, changed)
-    assert {tile.note for tile in banner.gates[1:]} == {"Not judged"}
+    assert {tile.note for tile in banner.gates[1:] if tile.mark == NOT_RUN} == {"Not judged"}
 
 
 def test_summary_of_a_pass_shows_the_levels_of_the_last_gate() -> None:
@@ -98,9 +103,13 @@ def test_criterion_without_levels_is_one_family_of_arms() -> None:
     demo = sample.demo_pass()
     first = demo.gates[0].criteria[0]
     arms = tuple(dataclasses.replace(first, arm=arm) for arm in ("recompute", "tiered_disk"))
-    block = assemble.gate_block(dataclasses.replace(demo.gates[0], criteria=arms), EN)
-    assert [(f.comparison, len(f.results)) for f in block.families] == [
-        ("recompute, tiered_disk", 2)
+    gate = dataclasses.replace(demo.gates[0], criteria=arms)
+    block = gate_block(gate, dataclasses.replace(demo, gates=(gate,)), EN)
+    (group,) = block.groups
+    assert (block.levels, group.is_levelled) == ((), False)
+    assert [(line.comparison, line.cells[0].value) for line in group.lines] == [
+        ("recompute", "99.6 %"),
+        ("tiered_disk", "99.6 %"),
     ]
 
 
@@ -279,7 +288,7 @@ def test_no_cells_and_no_arms_are_an_empty_page() -> None:
 
 def test_override_names_the_default() -> None:
     gates = assemble.build_page(sample.production_pass(), {}, EN).gates
-    rows = {row.id: row for family in gates[-1].families for row in family.results}
+    rows = {row.id: row for group in gates[-1].groups for row in group.results}
     changed = rows["ttft_reduction_vs_recompute[tiered_disk-c4]"]
     assert (changed.target, changed.floor) == ("≥ 25 %", "lower limit ≥ 22 %")
     assert changed.override == "profile default 30 %"

@@ -46,6 +46,18 @@ def test_failed_requests_are_a_cross_with_their_count() -> None:
     assert re.search(r"<text[^>]*>2</text>", svg)
 
 
+def test_each_target_is_a_line_and_the_cell_has_its_value() -> None:
+    svg = _ttft(ttft_s=(0.1, 0.2), required=(0.3, 0.5), mean=0.141421356)
+    assert svg.count(figures.TARGET_COLOUR) == 2
+    assert re.search(r"<text[^>]*>0\.141</text>", svg)
+
+
+def test_no_target_and_no_value_are_not_drawn() -> None:
+    svg = _ttft(ttft_s=(0.1, "inf"), mean="inf")
+    assert figures.TARGET_COLOUR not in svg
+    assert "inf" not in svg
+
+
 def test_no_cross_without_failures() -> None:
     assert "#9c3600" not in _ttft(ttft_s=(0.1, 0.2, 0.3))
 
@@ -62,7 +74,7 @@ def test_whole_numbers_are_values_not_failures() -> None:
 def test_unreadable_source_is_a_question_mark() -> None:
     cell = dataclasses.replace(_cell(), tokens_by_source={"disk": None, "device": 3})
     svg = figures.tokens_panel(
-        [cell], COLOURS, Axis(False, 0.0, 5000.0, False), prefix="p", label="x"
+        [cell], COLOURS, Axis(False, 0.0, 5000.0, False), prefix="p", label="x", required={}
     )
     assert ">?</text>" in svg
 
@@ -81,7 +93,12 @@ def test_figures_leave_matplotlib_as_it_was() -> None:
 def test_arm_name_in_another_script_draws() -> None:
     cell = dataclasses.replace(_cell(), arm="磁盘层")
     svg = figures.throughput_panel(
-        [cell], {"磁盘层": "#000000"}, Axis(False, 0.0, 9.0, False), prefix="p", label="并发 1"
+        [cell],
+        {"磁盘层": "#000000"},
+        Axis(False, 0.0, 9.0, False),
+        prefix="p",
+        label="并发 1",
+        required={},
     )
     assert "磁盘层" in svg
 
@@ -91,7 +108,16 @@ def _cell() -> Cell:
     return cell
 
 
-def _ttft(ttft_s: tuple[float | str, ...], ttft_wave_s: tuple[float | str, ...] = (0.1,)) -> str:
-    cell = dataclasses.replace(_cell(), ttft_s=ttft_s, ttft_wave_s=ttft_wave_s)
+def _ttft(
+    ttft_s: tuple[float | str, ...],
+    ttft_wave_s: tuple[float | str, ...] = (0.1,),
+    required: tuple[float, ...] = (),
+    mean: float | str | None = None,
+) -> str:
+    cell = dataclasses.replace(
+        _cell(), ttft_s=ttft_s, ttft_wave_s=ttft_wave_s, ttft_wave_s_mean=mean
+    )
     axis = shared_axis([*ttft_s, *ttft_wave_s])
-    return figures.ttft_panel([cell], COLOURS, axis, prefix="p", label="x")
+    return figures.ttft_panel(
+        [cell], COLOURS, axis, prefix="p", label="x", required={"tiered_disk": required}
+    )
