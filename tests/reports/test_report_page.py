@@ -363,6 +363,6 @@ def test_what_follows_from_a_reason_is_folded_under_it_and_its_code_leads_there(
     assert "trial.not_cold" in folded
     assert "trial.not_cold" not in article.split('<details class="following">', 1)[0]
     assert assemble.build_page(signoff, {}, EN).why == {
-        "run.server_unreachable": "why-0",
-        "trial.not_cold": "why-0",
+        ReasonCode.SERVER_UNREACHABLE.value: "why-0",
+        ReasonCode.NOT_COLD.value: "why-0",
     }
