@@ -2,8 +2,9 @@
 
 live: real CPU vLLM; ours, the peer (docs/peer.md), recompute and a device prefix hit in one run.
 micro: restores against a plain memcpy and a plain O_DIRECT reader. scheduler: time and memory of
-the index. The last lines say which bounds were kept; exit 1 when one was missed, 2 when nothing
-could be measured. What the parts do exactly: docs/connector_benchmark.md.
+the index. stages: where a restore from host memory spends its time, ours and the peer's. The last
+lines say which bounds were kept; exit 1 when one was missed, 2 when nothing could be measured. What
+the parts do exactly: docs/connector_benchmark.md.
 
 Run: python -m benchmarks.connector [--only live] [--passes 5] [--concurrency 1,4,8]
 """
@@ -22,7 +23,7 @@ from harness import interrupts
 from harness.campaign.arms import default_home
 from harness.errors import HarnessError
 
-PARTS = ("micro", "scheduler", "live")
+PARTS = ("micro", "scheduler", "live", "stages")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = Report()
     with interrupts.handled():
         try:
-            if "live" in parts:
+            if {"live", "stages"} & set(parts):
                 _check_vllm()
             root = _root(options.directory)
             with tempfile.TemporaryDirectory(prefix="kvgate-bench-", dir=root) as place:
@@ -62,6 +63,10 @@ def _run(part: str, report: Report, options: argparse.Namespace, place: Path) ->
             levels=options.concurrency,
             directory=place,
         )
+    elif part == "stages":
+        from benchmarks.connector_stages import run_stages
+
+        run_stages(rounds=2 * options.rounds, levels=options.concurrency, directory=place)
     elif part == "micro":
         from benchmarks.connector_micro import run_micro
 
@@ -78,15 +83,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description="Measures the bundled connector against its bounds and against vLLM's own "
         "tiers. Use an otherwise idle machine.",
     )
-    parser.add_argument("--only", choices=PARTS, help="one part instead of all three")
+    parser.add_argument("--only", choices=PARTS, help="one part instead of all")
     parser.add_argument(
         "--passes", type=_positive, default=5, help="passes of live and micro (default 5)"
     )
     parser.add_argument(
         "--rounds",
         type=_positive,
-        default=2,
-        help="readings of each tier per pass and concurrency (default 2)",
+        default=4,
+        help="readings of each tier per pass and concurrency (default 4)",
     )
     parser.add_argument(
         "--concurrency",
@@ -144,7 +149,7 @@ def _check_vllm() -> None:
     if not python.is_file():
         raise HarnessError(
             f"no vLLM environment: {python} is missing; run `kvgate setup`, or set KVGATE_HOME to "
-            "where it was run, or leave the live part out with --only micro"
+            "where it was run, or leave the live parts out with --only micro"
         )
 
 

@@ -65,13 +65,13 @@ class Report:
             text += " (the interval holds the bound)"
         self.lines.append((is_kept, text))
 
-    def check_quiet(self, foreign_cores: Mapping[str, float]) -> None:
+    def check_quiet(self, foreign_cores: Mapping[str, float], repeated: int) -> None:
         """One line for all cells: figures of a machine that others used are no finding."""
         loud = {cell: cores for cell, cores in foreign_cores.items() if not cores <= ALLOWED_CORES}
         worst = max(foreign_cores, key=lambda cell: foreign_cores[cell])
         text = (
             f"quiet machine: others took at most {foreign_cores[worst]:.2f} cores in a cell "
-            f"({worst}), allowed <= {ALLOWED_CORES:g}"
+            f"({worst}), allowed <= {ALLOWED_CORES:g}; {repeated} disturbed readings repeated"
         )
         if loud:
             text += f"; NOT QUIET in {len(loud)} of {len(foreign_cores)} cells: the figures above "

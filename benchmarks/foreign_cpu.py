@@ -18,6 +18,7 @@ import psutil
 
 # Of one core, over a whole cell: what the figures of this project are not disturbed by.
 ALLOWED_CORES = 0.10
+_TICKS_S = 0.02
 
 
 @dataclass
@@ -36,6 +37,16 @@ class ForeignCpu:
         self.wall_s += time.monotonic() - self._started
         # Ticks of the machine and of processes are rounded on their own: a little below 0 is 0.
         self.foreign_s = max(0.0, self.foreign_s + _foreign_s() - self._before)
+
+    def add(self, other: ForeignCpu) -> None:
+        """Counts what another watch saw as well."""
+        self.foreign_s += other.foreign_s
+        self.wall_s += other.wall_s
+
+    @property
+    def is_loud(self) -> bool:
+        """Whether others took more than is allowed, and more than ticks can be wrong by."""
+        return self.foreign_s > ALLOWED_CORES * self.wall_s + _TICKS_S
 
     @property
     def cores(self) -> float:
