@@ -44,7 +44,7 @@ def run_stages(*, rounds: int, levels: Sequence[int], directory: Path) -> None:
                 "kv_transfer": arm.kv_transfer
                 | {
                     "kv_connector": kind,
-                    "kv_connector_module_path": "benchmarks.traced_connectors",
+                    "kv_connector_module_path": module,
                 },
                 "environment": {"KVGATE_STAMPS": str(stamps[arm.name])},
                 "python_path": [str(ROOT)],

@@ -26,7 +26,8 @@ class _Stamps:
     def _stamp(self, station: str, request_id: str, text: str = "") -> None:
         now = time.monotonic_ns()
         if self._file is None:
-            self._file = Path(os.environ["KVGATE_STAMPS"]).open("a", buffering=1)
+            path = Path(os.environ["KVGATE_STAMPS"])
+            self._file = path.open("a", buffering=1)
         self._file.write(f"{now} {station} {request_id} {text}\n")
 
     def on_new_request(self, request: Any) -> None:
