@@ -61,7 +61,8 @@ class Cell:
 _WHOLE = SESSION_TOKENS
 CELLS = (
     Cell("device hit", DEVICE, None, _WHOLE - BLOCK_TOKENS),
-    Cell("ours, DRAM", OURS, "device", _WHOLE),
+    # The step that copies computes the last token.
+    Cell("ours, DRAM", OURS, "device", _WHOLE - 1),
     Cell("peer, DRAM", PEER, "device", _WHOLE),
     Cell("ours, disk", OURS, "host", _WHOLE),
     Cell("peer, disk", PEER, "host", _WHOLE),

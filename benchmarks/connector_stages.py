@@ -25,7 +25,7 @@ STAGES = (
     "arrived to planned: lookup, device blocks",
     "planned to loaded: the step that copies",
     "loaded to scheduled: report, next step",
-    "scheduled to first token: last token's forward, answer",
+    "scheduled to first token: (copy,) forward, answer",
 )
 _NAMED_TOKENS = 6
 ROOT = Path(__file__).resolve().parent.parent

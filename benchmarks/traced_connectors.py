@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
@@ -22,6 +22,7 @@ NAMED_TOKENS = 6
 
 class _Stamps:
     _file: IO[str] | None = None
+    _in_step: ClassVar[set[str]] = set()
 
     def _stamp(self, station: str, request_id: str, text: str = "") -> None:
         now = time.monotonic_ns()
@@ -35,9 +36,20 @@ class _Stamps:
         self._stamp("arrived", request.request_id, ",".join(map(str, first)))
         super().on_new_request(request)  # type: ignore[misc]
 
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        tokens, waits = super().get_num_new_matched_tokens(request, num_computed_tokens)  # type: ignore[misc]
+        if tokens and not waits:
+            self._in_step.add(request.request_id)
+        return tokens, waits
+
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)  # type: ignore[misc]
         self._stamp("planned" if num_external_tokens else "scheduled", request.request_id)
+        if num_external_tokens and request.request_id in self._in_step:
+            # Nothing is waited for: the same step copies and computes.
+            self._in_step.discard(request.request_id)
+            for station in ("loaded", "scheduled"):
+                self._stamp(station, request.request_id)
 
     def get_finished(self, finished_req_ids: set[str]) -> Any:
         found = super().get_finished(finished_req_ids)  # type: ignore[misc]

@@ -31,6 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from harness.connector.admission_gate import AdmissionGate
 from harness.connector.blockfile import CHECKSUM, FORMAT_VERSION, file_bytes
@@ -72,6 +73,9 @@ except ImportError:  # vLLM 0.20 has no hit sources and never asks for them
 logger = logging.getLogger("vllm.kvgate.connector")
 
 CONNECTOR_VERSION = 2
+# vLLM 0.32 says when a step's own loads must precede its forward pass, and recomputes what they
+# failed to fill. Older ones were not tried: there a request always waits.
+_STEPS_COPY = "has_sync_kv_loads" in SchedulerOutput.__dataclass_fields__
 # Reads in flight need a buffer each, and as many again wait for the worker's thread to empty them.
 _STAGING_PER_READER = 2
 
@@ -197,6 +201,7 @@ class KvgateTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._scheduler: TierScheduler | None = None
         self._gate: AdmissionGate | None = None
         self._plan = StepPlan()
+        self._owed: set[int] = set()  # device blocks that this step's own loads must fill
         self._block_tokens = 0 if self._refusal else kv_cache_spec(kv_cache_config).block_size
         if role is KVConnectorRole.SCHEDULER and not self._refusal:
             policy = getattr(transfer, "kv_load_failure_policy", "fail")
@@ -234,6 +239,13 @@ class KvgateTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Starts a step; before the forward pass, so that reads overlap with it."""
         super().bind_connector_metadata(connector_metadata)
+        if isinstance(connector_metadata, TierPlanMetadata):
+            self._owed = {
+                block.block_id
+                for load in connector_metadata.plan.loads
+                if load.in_step
+                for block in load.blocks
+            }
         self._begin_step(connector_metadata)
 
     @_contained(_none)
@@ -270,10 +282,15 @@ class KvgateTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
             return None, None
         return None, self._worker.poll(is_idle=self._plan.is_idle) or None
 
-    @_contained(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Device blocks to recompute, of the requests just returned."""
-        return set() if self._worker is None else self._worker.take_failed_blocks()
+        """Device blocks to recompute: of the requests just returned, and of this step's own loads.
+
+        A request runs in the step of such a load, so what is not proved restored is an error.
+        """
+        owed, self._owed = self._owed, set()
+        if self._worker is None:
+            return owed
+        return self._worker.take_failed_blocks() | (owed - self._worker.take_restored_in_step())
 
     @_contained(_none)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
@@ -347,7 +364,12 @@ class KvgateTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """How many tokens the tier can load, always asynchronously."""
+        """How many tokens the tier can load, and whether the request waits for them.
+
+        It does not wait for blocks that all lie in host memory: they are copied in the step that
+        runs it, just before its forward pass, which saves a whole step. Then its last token is
+        left to compute, as that step needs one.
+        """
         if self._scheduler is None:
             return 0, False
         needed = -(-request.num_tokens // self._block_tokens) + 1
@@ -359,6 +381,9 @@ class KvgateTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
         count = self._scheduler.lookup(request, num_computed_tokens)
         if not reads_tier(request):
             return 0, False
+        in_step = min(count, request.num_tokens - 1 - num_computed_tokens)
+        if _STEPS_COPY and in_step > 0 and self._scheduler.can_copy_in_step(request, in_step):
+            return in_step, False
         return count, count > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -377,9 +402,8 @@ class KvgateTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._scheduler.plan_load(request, block_ids, num_external_tokens)
         except Exception:
             logger.exception("event=plan_load_failed request=%s", request.request_id)
-            # The request waits already; a load that fails at once sends it on to be recomputed.
-            count = num_external_tokens // self._block_tokens
-            self._scheduler.plan_failed_load(request.request_id, block_ids[-count:])
+            # Its tokens count as there already; a load that fails at once has them recomputed.
+            self._scheduler.plan_failed_load(request, block_ids, num_external_tokens)
 
     @_contained(dict)
     def get_external_cache_hit_sources(

@@ -37,10 +37,15 @@ class LoadBlock:
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """All blocks one request waits for, in prompt order."""
+    """All blocks one request needs, in prompt order.
+
+    ``in_step``: the request runs in the very step that copies them, instead of waiting for a report
+    that they are there; they lie in host memory.
+    """
 
     request_id: str
     blocks: tuple[LoadBlock, ...]
+    in_step: bool = False
 
 
 @dataclass(frozen=True, slots=True)

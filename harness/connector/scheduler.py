@@ -80,6 +80,7 @@ class _RequestState:
     is_tier_off: bool = False  # a load failed: recompute, do not look up again
     host_tokens: int = 0  # of the last planned load, by source
     disk_tokens: int = 0
+    is_in_step: bool = False  # its load is copied by the step that runs it
 
 
 class TierScheduler:
@@ -166,6 +167,7 @@ class TierScheduler:
             return 0
         state = self._state_of(request)
         state.local_tokens = computed_tokens
+        state.is_in_step = False
         if not self._are_loads_allowed or state.is_tier_off:
             return 0
         keys = self._keys(state, request.num_tokens // self._block_tokens)
@@ -178,14 +180,25 @@ class TierScheduler:
             self._pool.reuse_chain(keys[:end])
         return (end - first) * self._block_tokens
 
+    def can_copy_in_step(self, request: _Request, external_tokens: int) -> bool:
+        """Whether a step can itself restore what was just looked up: all of it in host memory.
+
+        True binds the ``plan_load`` that follows at once, as vLLM calls it.
+        """
+        state = self._requests[request.request_id]
+        first, end = self._loaded_blocks(state, external_tokens)
+        state.is_in_step = all(
+            self._source_of(key) is LoadSource.HOST for key in state.keys[first:end]
+        )
+        return state.is_in_step
+
     def plan_load(self, request: _Request, block_ids: Sequence[int], external_tokens: int) -> None:
         """Plans a load of ``external_tokens``; ``block_ids`` are all blocks of the request."""
         if external_tokens <= 0:
             return
         state = self._requests[request.request_id]
         self._waiting.pop(request.request_id, None)
-        first = state.local_tokens // self._block_tokens
-        end = (state.local_tokens + external_tokens) // self._block_tokens
+        first, end = self._loaded_blocks(state, external_tokens)
         targets = list(zip(state.keys[first:end], block_ids[first:end], strict=True))
         # Pins first: a slot given to one block must not evict another block of the same load.
         resident = {
@@ -206,13 +219,19 @@ class TierScheduler:
                 state.host_tokens += self._block_tokens
             else:
                 state.disk_tokens += self._block_tokens
-        self._add_load(LoadRequest(request.request_id, tuple(blocks)))
+        self._add_load(LoadRequest(request.request_id, tuple(blocks), state.is_in_step))
 
-    def plan_failed_load(self, request_id: str, block_ids: Sequence[int]) -> None:
-        """Plans a load that fails at once, so that a request already waiting is recomputed."""
-        self._waiting.pop(request_id, None)
-        blocks = tuple(LoadBlock(b"", block_id, LoadSource.MISSING) for block_id in block_ids)
-        self._add_load(LoadRequest(request_id, blocks))
+    def plan_failed_load(
+        self, request: _Request, block_ids: Sequence[int], external_tokens: int
+    ) -> None:
+        """Plans a load that fails at once, so that its request is recomputed."""
+        self._waiting.pop(request.request_id, None)
+        state = self._state_of(request)
+        first, end = self._loaded_blocks(state, external_tokens)
+        blocks = tuple(
+            LoadBlock(b"", block_id, LoadSource.MISSING) for block_id in block_ids[first:end]
+        )
+        self._add_load(LoadRequest(request.request_id, blocks, state.is_in_step))
 
     def hit_tokens(self, request_id: str) -> tuple[int, int]:
         """Tokens from (host, disk) of the request's last planned load."""
@@ -349,6 +368,12 @@ class TierScheduler:
             "disk_enabled": int(self._is_disk_usable()),
             "direct_io": int(self._facts.direct_io),
         }
+
+    def _loaded_blocks(self, state: _RequestState, external_tokens: int) -> tuple[int, int]:
+        """First and end index of the blocks that hold these tokens after the device's own."""
+        first = state.local_tokens // self._block_tokens
+        # In a step the prompt's last token is computed, so the last block may be counted in part.
+        return first, first + -(-external_tokens // self._block_tokens)
 
     def _add_load(self, load: LoadRequest) -> None:
         self._loading[load.request_id] = load

@@ -77,6 +77,7 @@ class _Load:
     pending: int
     failed_blocks: list[int] = field(default_factory=list)
     is_cancelled: bool = False
+    in_step: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -119,6 +120,7 @@ class TierWorker:
         self._reads: dict[bytes, _Read] = {}
         self._ready: list[tuple[_Load, LoadBlock]] = []
         self._failed_blocks: set[int] = set()
+        self._restored_in_step: set[int] = set()
         self._rank = rank
         self._report = WorkerReport(rank)
         self._reported_breaker = BreakerState.CLOSED
@@ -202,7 +204,9 @@ class TierWorker:
                     self._report.unwritten.append(store.key)
 
     def poll(self, *, is_idle: bool) -> set[str]:
-        """Ends loads that are complete or overdue; returns their request ids, each exactly once.
+        """Ends loads that are complete or overdue; returns the ids of requests that waited for one.
+
+        Each is returned exactly once; a request whose load was in its step waited for nothing.
 
         In a step without computation it waits up to 5 ms for a load to end: the engine would
         otherwise spin.
@@ -220,6 +224,8 @@ class TierWorker:
         now = self._clock()
         for load in [load for load in self._loads.values() if load.deadline_s <= now]:
             self._give_up(load, is_overdue=True)
+        for load in [load for load in self._loads.values() if load.in_step and load.pending]:
+            self._give_up(load, is_overdue=True)  # its step is over
         if self._io is not None:
             self._collect_writes(self._io)
             self._io.set_computing(is_computing=False)
@@ -233,7 +239,8 @@ class TierWorker:
         finished: set[str] = set()
         for load in [load for load in self._loads.values() if load.pending == 0]:
             del self._loads[load.request_id]
-            finished.add(load.request_id)
+            if not load.in_step:
+                finished.add(load.request_id)
             self._report.finished.append(load.request_id)
             if load.is_cancelled:
                 continue
@@ -247,6 +254,11 @@ class TierWorker:
         """Device blocks whose load failed, of the requests that ``poll`` just returned."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
+
+    def take_restored_in_step(self) -> set[int]:
+        """Device blocks that this step's own loads filled."""
+        restored, self._restored_in_step = self._restored_in_step, set()
+        return restored
 
     def take_report(self) -> WorkerReport:
         """What finished since the last call, for the scheduler side."""
@@ -287,6 +299,7 @@ class TierWorker:
     def _accept(self, request: LoadRequest) -> None:
         now = self._clock()
         load = _Load(request.request_id, now, now + self._deadline_s, len(request.blocks))
+        load.in_step = request.in_step
         self._loads[request.request_id] = load
         for block in request.blocks:
             read = self._reads.get(block.key)
@@ -366,7 +379,7 @@ class TierWorker:
     def _restore(self, load: _Load, block: LoadBlock, buffer: int, tier: str) -> None:
         started = time.perf_counter()
         try:
-            self._layout.scatter(self._payload(buffer), block.block_id)
+            self._scatter(buffer, block)
         except Exception:
             logger.exception("event=restore_failed request=%s", load.request_id)
             self._settle(load, block, "lost")
@@ -375,7 +388,12 @@ class TierWorker:
         self.counters.add("read_seconds.host", time.perf_counter() - started)
         self.counters.add(f"hit_blocks.{tier}")
         self.counters.add(f"read_bytes.{tier}", self._layout.payload_bytes)
+        if load.in_step:
+            self._restored_in_step.add(block.block_id)
         self._settle(load, block)
+
+    def _scatter(self, buffer: int, block: LoadBlock) -> None:
+        self._layout.scatter(self._payload(buffer), block.block_id)
 
     def _settle(self, load: _Load, block: LoadBlock, failure: str = "") -> None:
         """Counts a block of a load as done; ``failure`` is one of metrics.LOAD_FAILURES."""

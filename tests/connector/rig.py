@@ -86,6 +86,7 @@ class Rig:
         wrap_store: Callable[[FileStore], FileStore] = lambda store: store,
         are_loads_allowed: bool = True,
         ranks: int = 1,
+        steps_copy: bool = False,
         **settings: Any,
     ) -> None:
         self.devices = [
@@ -143,7 +144,9 @@ class Rig:
             rank_count=ranks,
         )
         self.scheduler.attach(facts, index_store)
+        self.steps_copy = steps_copy
         self.invalid: set[int] = set()
+        self.restored_in_step: set[int] = set()
         self.finished: set[str] = set()
         self._endings: Counter[str] = Counter()  # by how many ranks a load's end was reported
         self._ids = itertools.count()
@@ -166,16 +169,19 @@ class Rig:
         shares: Sequence[ScheduledRequest] = (),
         compute: Callable[[], None] = lambda: None,
     ) -> StepPlan:
-        """One engine step: plan, start, compute, store, report."""
+        """One engine step: plan, start, copy for its own requests, compute, store, report."""
         plan = self.scheduler.build_plan(shares, is_idle=not shares)
         for worker in self.workers:
             worker.begin_step(plan)
+            if any(load.in_step for load in plan.loads):
+                worker.copy_ready()
         compute()
         for worker in self.workers:
             worker.copy_ready()
             worker.save(plan)
             self._endings.update(worker.poll(is_idle=plan.is_idle))
             self.invalid |= worker.take_failed_blocks()
+            self.restored_in_step |= worker.take_restored_in_step()
         for worker in self.workers:
             self.scheduler.apply_report(worker.take_report())
         assert max(self._endings.values(), default=0) <= len(self.workers), "an end reported twice"
@@ -190,6 +196,9 @@ class Rig:
         ids = self.blocks(-(-request.num_tokens // BLOCK_TOKENS))
         for index in range(device_blocks):
             self._put(ids[index], kv_of(request.all_token_ids)[index])
+        in_step = min(external, request.num_tokens - 1 - device_blocks * BLOCK_TOKENS)
+        if self.steps_copy and in_step > 0 and self.scheduler.can_copy_in_step(request, in_step):
+            external = in_step
         self.scheduler.plan_load(request, ids, external)
         return ids, external
 
@@ -224,17 +233,36 @@ class Rig:
         hits = self.scheduler.hit_tokens(request.request_id)
         valid = device_blocks * BLOCK_TOKENS + external
         has_failed = False
-        if external:
+        load = self.scheduler._loading.get(request.request_id)
+        if load is not None and load.in_step:
+            has_failed, valid = self._run_at_once(request, ids, device_blocks, valid)
+        elif external:
             self.wait(request)
             bad = [i for i, block in enumerate(ids) if block in self.invalid]
             self.invalid.clear()
             has_failed = bool(bad)
             if bad:
                 valid = bad[0] * BLOCK_TOKENS
-        self.compute(request, ids, valid)
+        if load is None or not load.in_step or has_failed:
+            self.compute(request, ids, valid)
         blocks = [self._get(block) for block in ids[: len(tokens) // BLOCK_TOKENS]]
         self.scheduler.finish(request.request_id)
         return Served(blocks, external, has_failed, hits)
+
+    def _run_at_once(
+        self, request: FakeRequest, ids: list[int], device_blocks: int, valid: int
+    ) -> tuple[bool, int]:
+        """The step that copies and computes. (whether a block was not restored, tokens that hold).
+
+        A load that is not proved makes vLLM compute from that block on, in a later step.
+        """
+        self.restored_in_step.clear()
+        self.compute(request, ids, valid)
+        assert request.request_id not in self.finished, "nobody waited for this load"
+        owed = ids[device_blocks : -(-valid // BLOCK_TOKENS)]
+        bad = [i for i, block in enumerate(ids) if block in set(owed) - self.restored_in_step]
+        self.invalid.clear()
+        return bool(bad), bad[0] * BLOCK_TOKENS if bad else valid
 
     def drain(self) -> None:
         """Steps until everything is durable."""

@@ -165,8 +165,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             elif is_planned:
                 self.plan_load(request, first, found)
             else:  # the connector's own way out: the request waits, so it must be sent on
-                blocks = request.block_ids[first : first + found // BLOCK_TOKENS]
-                self.scheduler.plan_failed_load(request.request_id, blocks)
+                self.scheduler.plan_failed_load(request, request.block_ids, found)
                 request.phase = "loading"
 
     def look_up(self, request: Request, first: int) -> int:

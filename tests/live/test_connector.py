@@ -262,3 +262,22 @@ def test_a_bad_connector_is_noticed(
     assert [answer.cached_tokens for answer in answers] == [RESTORED_TOKENS] * SESSIONS
     pairs = zip(answers, reference.answers, strict=True)
     assert all(a.logprobs != r.logprobs for a, r in pairs)
+
+
+def test_a_copy_that_tears_costs_a_recomputation(
+    model: Path, reference: Reference, tmp_path: Path
+) -> None:
+    """Host hits are copied in the step that runs their request: what is not proved is computed."""
+    transfer_config = transfer(
+        {"host_pool_bytes": POOL_BYTES}, ("TornCopyConnector", "tests.doubles.torn_copy")
+    )
+    with serve(model, tmp_path / "server.log", transfer_config) as server:
+        server.ask_all(PROMPTS)
+        for load in (1, *LOADS):
+            server.reset(external=False)
+            answers = server.ask_all(PROMPTS, load)
+            pairs = zip(answers, reference.recomputed, strict=True)
+            assert all(is_close(a, b) for a, b in pairs), load
+        assert server.metric("kvgate:tier_load_failed_blocks_total", reason="lost") > 0
+        assert server.metric("kvgate:tier_hit_tokens_total", tier="host") > 0
+    assert "event=restore_failed" in (tmp_path / "server.log").read_text(errors="replace")
