@@ -19,6 +19,7 @@ import pytest
 from harness.cli.main import main
 from harness.evidence import store
 from harness.evidence.store import open_run
+from harness.run import doctor
 from harness.run.judging import judge_directory
 from harness.verdicts import ReasonCode, Verdict
 from tests.drills import fake
@@ -150,8 +151,7 @@ def test_a_disk_without_room_for_the_plan_starts_nothing(
 def test_too_little_space_is_refused_before_anything_starts(
     site: FakeSite, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    usage = shutil.disk_usage(site.root)._replace(free=2**20)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage)
+    monkeypatch.setattr(doctor, "disk_free_bytes", lambda _path: 2**20)
     assert run(site) == 64
     assert "disk: 0.0 GiB free; needed: >= 0.1 GiB under the runs directory" in (
         capsys.readouterr().err
