@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from harness.errors import PlanError, StorageError
 from harness.evidence import results
 from harness.run.judging import judge_directory
 from harness.run.listing import list_runs, prune
+from harness.verdicts import Verdict
 from reports.signoff import render_html
 from reports.terminal import print_signoff
 
@@ -68,7 +70,24 @@ def judge_and_report(path: Path, locale: str, console: Console) -> int:
     print_signoff(signoff, console)
     console.print(f"verdict {verdict_path}", highlight=False, soft_wrap=True)
     console.print(f"report  {report_path}", highlight=False, soft_wrap=True)
+    for line in closing_lines(signoff.verdict, os.environ):
+        console.print(line, highlight=False, soft_wrap=True)
     return signoff.verdict.exit_code
+
+
+def closing_lines(verdict: Verdict, environment: Mapping[str, str]) -> Iterator[str]:
+    """Last words of a run: that it is over, what it found, and that its exit code is no error.
+
+    tox ends with "evaluation failed" on every exit code but 0; ``TOX_ENV_NAME`` tells that it is
+    the one that reads the code.
+    """
+    code = verdict.exit_code
+    yield f"The run is finished, sealed and judged. Verdict: {verdict.value} (exit code {code})."
+    if code and "TOX_ENV_NAME" in environment:
+        yield (
+            f"Nothing went wrong with the command: exit code {code} is the verdict. tox calls it "
+            '"evaluation failed" below.'
+        )
 
 
 def _judge(arguments: argparse.Namespace) -> int:
