@@ -24,6 +24,7 @@ from harness.cli.console import ConsoleObserver
 from harness.errors import HarnessError, PlanError
 from harness.evidence import results
 from harness.judge.signoff import criterion_ids
+from harness.run.calibration import sized_plan
 from harness.run.campaign_run import CampaignRun, clean_up_dead_runs
 from harness.run.checking import saved_plan
 from harness.run.judging import judge_directory
@@ -74,12 +75,16 @@ class _Session:
                 require_able(plan, home=home, runs_root=runs_root)
             except PlanError as error:  # as `kvgate run` would, before any trial
                 pytest.exit(str(error), returncode=pytest.ExitCode.USAGE_ERROR)
+            plan, model_dir, record = sized_plan(
+                plan, model_dir, runs_root=runs_root, home=home, observer=observer
+            )
             return CampaignRun(
                 plan,
                 runs_root=runs_root,
                 home=home,
                 model_dir=model_dir,
                 observer=observer,
+                calibration=record,
             ).execute()
 
 

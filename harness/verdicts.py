@@ -89,6 +89,7 @@ class ReasonCode(enum.Enum):
     # comparison of arms
     UNDECLARED_DIFFERENCE = "arms.undeclared_difference"
     UNEQUAL_COMPUTE = "arms.unequal_compute"
+    UNEQUAL_SPEED = "arms.unequal_speed"
     UNEQUAL_CAPACITY = "arms.unequal_capacity"
     EFFECTIVE_UNKNOWN = "arms.effective_unknown"
     # arrival
@@ -268,6 +269,10 @@ REASON_TEXTS: dict[ReasonCode, ReasonText] = {
     ReasonCode.UNEQUAL_COMPUTE: ReasonText(
         "The arms were given different compute (OpenMP threads, clocks, power).",
         "Set the same number of cores in every arm.",
+    ),
+    ReasonCode.UNEQUAL_SPEED: ReasonText(
+        "The machine computed the same prompts faster under one arm than under the other.",
+        "Noise: stop other work on the machine, look at clocks and power, and run again.",
     ),
     ReasonCode.UNEQUAL_CAPACITY: ReasonText(
         "Device KV capacity differs between the arms by more than 2 % and is not declared.",

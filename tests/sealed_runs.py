@@ -35,6 +35,7 @@ from workloads import cold_recovery
 # Seconds of TTFT of one wave by arm; waves of C requests wait for each other where prefills are
 # serial.
 TTFT_S = {"recompute": 2.0, "hbm_only": 1.9, "tiered_dram": 0.05, "tiered_disk": 0.08}
+PREFILL_S = 2.0  # of a session while populating, alike on every arm
 DECODE_S = 0.4
 STARTED = datetime(2026, 11, 30, 12, 0, 0, tzinfo=UTC)
 
@@ -70,11 +71,17 @@ def demo_plan(text: str | None = None) -> Plan:
     return make_plan(campaign, text, model_config=model_config(architecture))
 
 
-def build_run(root: Path, doctor: Doctor | None = None, plan: Plan | None = None) -> Path:
-    """A sealed run directory of the plan, honest but for what the doctor changes."""
+def build_run(
+    root: Path, doctor: Doctor | None = None, plan: Plan | None = None, *, rounds: int = 1
+) -> Path:
+    """A sealed run directory of the plan, honest but for what the doctor changes.
+
+    ``rounds``: how many of the plan's were begun.
+    """
     doctor, plan = doctor or Doctor(), plan or demo_plan()
     writer = RunWriter(root, plan.campaign.name, STARTED)
-    trials = [facts for facts in plan.trials() if not doctor.skip(facts)]
+    begun = [facts for n in range(1, rounds + 1) for facts in plan.trials_by_round[n]]
+    trials = [facts for facts in begun if not doctor.skip(facts)]
     writer.write_plan(
         campaign=plan.campaign_text,
         criteria=plan.criteria_text,
@@ -149,11 +156,12 @@ class _Trial:
             self._mark("loaded")
 
     def _populate(self) -> None:
-        sessions = list(range(self.parameters.sessions))
+        number = self.facts.repetition
+        sessions = list(cold_recovery.populated_sessions(self.parameters, number))
         if self.arm.role != "hbm_only":
             self._send(cold_recovery.sequence(self.parameters, "populate", sessions), cached=0)
             return
-        order = [*sessions, cold_recovery.CONTROL_SESSION]
+        order = [*sessions, *([cold_recovery.CONTROL_SESSION] if number == 1 else [])]
         thrice = [session for session in order for _ in range(3)]
         schedule = cold_recovery.sequence(self.parameters, "populate", thrice)
         cached = self.plan.sizes.cached_tokens_per_session
@@ -236,6 +244,8 @@ class _Trial:
             ttft = TTFT_S[self.facts.arm] if hits == 0 or schedule.phase == "wave" else 0.06
             if schedule.phase in ("wave", "steady") and self.arm.role != "tiered":
                 ttft *= (schedule.users + 1) / 2
+            if schedule.phase == "populate" and hits == 0:
+                ttft = PREFILL_S
             first = sent + int(ttft * 1e9)
             last = first + int(DECODE_S * 1e9)
             free_at[planned.user] = last

@@ -131,7 +131,7 @@ def test_the_junit_file_tells_value_and_bound(clean: tuple[Path, Session]) -> No
         "value": "0.96",
         "unit": "ratio",
         "n": "3",
-        "bound": ">= 0.9 in every repetition (target 0.8)",
+        "bound": ">= 0.75, lower limit >= 0.75",
     }
 
 
@@ -150,9 +150,7 @@ def test_a_slow_candidate_fails_its_own_tests_only(slow: Session) -> None:
         "test_gate of g3",
     }
     assert slow.cases["ttft_reduction_vs_recompute[tiered_disk-c2]"]["verdict"] == "STOP"
-    assert slow.cases["ttft_reduction_vs_recompute[tiered_disk-c2]"]["missed"] == "1, 2, 3"
-    assert "criterion.below_target: repetition 1: " in slow.output
-    assert "needed in every repetition: >= 90 %" in slow.output
+    assert "criterion.below_target: estimate " in slow.output
 
 
 def test_the_other_gate_is_not_touched_by_it(slow: Session) -> None:

@@ -32,7 +32,11 @@ STEADY_STAGGER_NS = 100_000_000
 
 @dataclass(frozen=True)
 class Parameters:
-    """Sizes of the workload; tokens are exact."""
+    """Sizes of the workload; tokens are exact.
+
+    ``round_ends``: the last repetition of each round, ascending, ending with ``repetitions``. A
+    round has servers and sessions of its own; none given: a single round.
+    """
 
     seed: int
     vocab_size: int
@@ -44,6 +48,16 @@ class Parameters:
     oracle_sessions: int
     steady_cycles: int
     fits_sessions: int
+    round_ends: tuple[int, ...] = ()
+
+    def round_of(self, repetition: int) -> tuple[int, int, int]:
+        """Number of a repetition's round, from 1; its place there, from 0; the round's length."""
+        start = 0
+        for number, end in enumerate(self.round_ends or (self.repetitions,), start=1):
+            if start < repetition <= end:
+                return number, repetition - start - 1, end - start
+            start = end
+        raise ValueError(f"repetition {repetition} is not one of {self.repetitions}")
 
 
 def sequence(
@@ -86,23 +100,32 @@ def steady(parameters: Parameters) -> Schedule:
 
 def wave_sessions(parameters: Parameters, level: int, repetition: int) -> list[int]:
     """Sessions of the wave of one level and repetition (counted from 1)."""
-    position = 0
+    number, place, length = parameters.round_of(repetition)
+    first, position = populated_sessions(parameters, number).start, 0
     for other in parameters.levels:
         if other == level:
-            position += (repetition - 1) * level
-            return [(position + user) % parameters.sessions for user in range(level)]
-        position += other * parameters.repetitions
+            position += place * level
+            return [first + (position + user) % parameters.sessions for user in range(level)]
+        position += other * length
     raise ValueError(f"level {level} is not one of {parameters.levels}")
 
 
+def populated_sessions(parameters: Parameters, number: int) -> range:
+    """Sessions that a round (counted from 1) populates: none is asked in two rounds."""
+    first = (number - 1) * parameters.sessions
+    return range(first, first + parameters.sessions)
+
+
 def oracle_sessions(parameters: Parameters) -> list[int]:
-    """The sessions that follow the steady window in the cyclic order."""
+    """The sessions of the first round that follow the steady window in the cyclic order."""
     first = _waves_length(parameters) + parameters.steady_cycles * parameters.levels[-1]
     return [(first + index) % parameters.sessions for index in range(parameters.oracle_sessions)]
 
 
 def _waves_length(parameters: Parameters) -> int:
-    return sum(parameters.levels) * parameters.repetitions
+    """Requests of the first round's waves; what follows them is in the first round alone."""
+    _number, _place, length = parameters.round_of(1)
+    return sum(parameters.levels) * length
 
 
 def _schedule(

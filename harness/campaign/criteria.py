@@ -51,6 +51,8 @@ class ValidityBounds(Section):
     send_spread_s_max: float
     client_cpu_share_max: float
     invalid_share_max: float
+    # None: not checked, as in criteria files that are older than the check.
+    speed_ratio_max: Annotated[float, Field(gt=1)] | None = None
 
 
 class Profile(Section):

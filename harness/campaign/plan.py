@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,15 @@ from harness.campaign.reading import load_criteria
 from harness.campaign.sections import GATES, Arm, Campaign, Gate
 from harness.errors import PlanError
 from harness.records import TrialFacts
+
+
+@dataclass(frozen=True)
+class Round:
+    """One start of each arm's server. ``repetitions``: those it runs; ``arms``: in their order."""
+
+    number: int
+    arms: tuple[str, ...]
+    repetitions: range
 
 
 @dataclass(frozen=True)
@@ -73,31 +83,58 @@ class Plan:
         planned = self.campaign.cold_recovery.repetitions
         return tuple(look for look in self.profile.looks if look <= planned)
 
-    def trials(self) -> Iterator[TrialFacts]:
-        """All trials in the order they run: arm by arm, because a demo starts each server once."""
-        index = 0
-        for arm in self.campaign.arms.values():
-            for gate, workload, concurrency, repetition in self._arm_trials(arm):
-                yield TrialFacts(
-                    index=index,
-                    gate=gate,
-                    arm=arm.name,
-                    workload=workload,
-                    concurrency=concurrency,
-                    repetition=repetition,
-                )
-                index += 1
-
-    def _arm_trials(self, arm: Arm) -> Iterator[tuple[str, str, int, int]]:
+    @property
+    def round_ends(self) -> tuple[int, ...]:
+        """The last repetition of each round: a look each, or all of them at once."""
         work = self.campaign.cold_recovery
-        if "g1" in self.gates:
+        return self.looks if work.restart == "look" else (work.repetitions,)
+
+    @cached_property
+    def rounds(self) -> tuple[Round, ...]:
+        """Rounds in order. Every second one runs the arms in reverse, so that drift cancels.
+
+        With ``restart = "look"`` a run ends with the first round that leaves nothing undecided.
+        """
+        names = tuple(self.campaign.arms)
+        starts = (0, *self.round_ends)
+        if "g3" not in self.gates:
+            starts = starts[:2]
+        return tuple(
+            Round(number, names if number % 2 else names[::-1], range(before + 1, end + 1))
+            for number, (before, end) in enumerate(pairwise(starts), start=1)
+        )
+
+    def trials(self) -> Iterator[TrialFacts]:
+        """All trials in the order they run: round by round, and there arm by arm."""
+        for trials in self.trials_by_round.values():
+            yield from trials
+
+    @cached_property
+    def trials_by_round(self) -> dict[int, tuple[TrialFacts, ...]]:
+        """The trials by the number of their round."""
+        found, index = {}, 0
+        for one in self.rounds:
+            trials = []
+            for name in one.arms:
+                for gate, workload, level, repetition in self._arm_trials(one, name):
+                    trials.append(TrialFacts(index, gate, name, workload, level, repetition))
+                    index += 1
+            found[one.number] = tuple(trials)
+        return found
+
+    def _arm_trials(self, one: Round, name: str) -> Iterator[tuple[str, str, int, int]]:
+        """What is not a wave has the round's number as its repetition."""
+        work, arm = self.campaign.cold_recovery, self.campaign.arms[name]
+        if "g1" in self.gates and one.number == 1:
             yield "g1", "arrival", 1, 1
         if "g3" not in self.gates:
             return
-        yield "g3", "populate", 1, 1
+        yield "g3", "populate", 1, one.number
         for level in work.levels:
-            for repetition in range(1, work.repetitions + 1):
+            for repetition in one.repetitions:
                 yield "g3", "cold_recovery", level, repetition
+        if one.number > 1:
+            return  # judged on the first round: oracles, controls, control cell, steady window
         if work.steady_cycles:
             yield "g3", "steady", work.levels[-1], 1
         if arm.role == "tiered" and work.oracle_sessions:
@@ -121,12 +158,18 @@ def make_plan(
     profile, criteria_text = load_criteria(campaign.profile, criteria, asked_by=asked_by)
     chosen = tuple(g for g in GATES if g in (gates or campaign.gates))
     plan = Plan(campaign, campaign_text, profile, criteria_text, model_config, chosen)
+    require_possible(plan, label)
+    return plan
+
+
+def require_possible(plan: Plan, label: str) -> None:
+    """Raises PlanError with all that the file, the model and the profile make impossible."""
+    lines = key_lines(plan.campaign_text)
     # Without the KV's size nothing else can be checked.
     found = dict.fromkeys(_unsized(plan)) or _impossible(plan)
     problems = [located(label, lines, problem) for problem in found]
     if problems:
         raise PlanError(problems)
-    return plan
 
 
 def _unsized(plan: Plan) -> Iterator[str]:
@@ -176,11 +219,17 @@ def _impossible(plan: Plan) -> Iterator[str]:
             f"cold_recovery.repetitions: found {work.repetitions}; profile {campaign.profile} "
             f"needs at least {profile.minimum_repetitions}"
         )
-    needed = work.levels[-1] * work.repetitions
+    if work.restart == "look" and not profile.looks:
+        yield (
+            f"cold_recovery.restart: found 'look'; allowed: 'arm', since profile "
+            f"{campaign.profile} has no looks"
+        )
+    longest_round = max((len(one.repetitions) for one in plan.rounds), default=0)
+    needed = work.levels[-1] * longest_round
     if work.sessions < needed:
         yield (
             f"cold_recovery.sessions: found {work.sessions}; level {work.levels[-1]} x "
-            f"{work.repetitions} repetitions reads {needed} different sessions"
+            f"{longest_round} repetitions reads {needed} different sessions"
         )
     if work.prompt_tokens % sizes.block_tokens == 0:
         yield (

@@ -173,10 +173,13 @@ class ColdRecovery(Section):
     oracle_sessions: Annotated[int, Field(ge=0)] = 8
     steady_cycles: Annotated[int, Field(ge=0)] = 4
     fits_sessions: Annotated[int, Field(ge=0)] = 3
-    restart: Literal["arm"] = "arm"
+    restart: Literal["arm", "look"] = "arm"
+    time_budget_s: Annotated[float, Field(gt=0)] | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if self.time_budget_s is not None and self.restart != "look":
+            raise ValueError("time_budget_s: allowed with restart = 'look' only")
         if self.levels != sorted(set(self.levels)):
             raise ValueError(f"levels: found {self.levels}; allowed: ascending, no level twice")
         if self.steady_cycles in (1, 2):
@@ -198,6 +201,26 @@ class Deployment(Section):
     pipeline_parallel: Positive | None = None
     activation_reserve_gib: Annotated[float, Field(ge=0)] = 8.0
     margin: Annotated[float, Field(ge=0, lt=1)] = 0.1
+
+
+class Size(Section):
+    """Sizes of a generated model and its prompts, one of several to choose from."""
+
+    num_layers: Positive
+    intermediate_size: Positive
+    prompt_tokens: Positive
+
+
+class Sizing(Section):
+    """Lets a calibration choose sizes before the plan is fixed (docs/campaigns.md).
+
+    ``contrast``: how many times as long a prefill should take as a restore; ``round_s_max``: how
+    long all arms together may take once, in seconds. ``choices``: least work first.
+    """
+
+    contrast: Annotated[float, Field(gt=1)]
+    round_s_max: Annotated[float, Field(gt=0)]
+    choices: Annotated[list[Size], Field(min_length=1)]
 
 
 class CriterionOverride(Section):
@@ -226,6 +249,7 @@ class Campaign(Section):
     arms: Annotated[dict[Name, Arm], Field(min_length=1)]
     cold_recovery: ColdRecovery
     deployment: Deployment | None = None
+    sizing: Sizing | None = None
     criteria: dict[str, CriterionOverride] = {}
     parties: Parties = Parties()
 
@@ -244,6 +268,14 @@ class Campaign(Section):
     def _imported_alone(self) -> Self:
         if len({arm.kind == "imported" for arm in self.arms.values()}) > 1:
             raise ValueError("arms: found kind = 'imported' beside others; allowed: all or none")
+        return self
+
+    @model_validator(mode="after")
+    def _sized(self) -> Self:
+        if self.sizing is not None and self.model.kind != "generated":
+            raise ValueError("sizing: allowed with model.kind = 'generated' only")
+        if self.sizing is not None and all(arm.role != "tiered" for arm in self.arms.values()):
+            raise ValueError("sizing: needs an arm with role 'tiered'")
         return self
 
     @property

@@ -18,6 +18,7 @@ from harness.cli.placement_screen import reported_capacity, show_placement
 from harness.cli.run_verbs import judge_and_report
 from harness.errors import PlanError
 from harness.judge.power import ASSUMED_NOISE, measured_noise, power_lines
+from harness.run.calibration import sized_plan
 from harness.run.campaign_run import CampaignRun, clean_up_dead_runs
 from harness.run.doctor import disk_bytes_needed, examine
 from harness.run.judging import judge_directory
@@ -113,6 +114,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         ),
         ("disk", f"about {disk_bytes_needed(plan) / mib:.0f} MiB while it runs"),
         ("time", f"about {estimate_s(plan) / 60:.0f} min on two slow CPU cores"),
+        *([("sizes", _sizing_words(plan))] if plan.campaign.sizing else []),
     ):
         facts.add_row(key, value)
     console.print(facts)
@@ -134,6 +136,12 @@ def _plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _sizing_words(plan: Plan) -> str:
+    assert plan.campaign.sizing is not None
+    count = len(plan.campaign.sizing.choices)
+    return f"one of {count} is chosen by a calibration when it runs; shown is the calibration's own"
+
+
 def _run(arguments: argparse.Namespace) -> int:
     plan, model_dir = _make_plan(arguments)
     home = arms.default_home()
@@ -142,8 +150,17 @@ def _run(arguments: argparse.Namespace) -> int:
     clean_up_dead_runs(arguments.runs, lambda text: console.print(text, markup=False))
     require_able(plan, home=home, runs_root=arguments.runs)
     with ConsoleObserver(console) as observer:
+        plan, model_dir, calibration = sized_plan(
+            plan, model_dir, runs_root=arguments.runs, home=home, observer=observer
+        )
+    with ConsoleObserver(console) as observer:
         run = CampaignRun(
-            plan, runs_root=arguments.runs, home=home, model_dir=model_dir, observer=observer
+            plan,
+            runs_root=arguments.runs,
+            home=home,
+            model_dir=model_dir,
+            observer=observer,
+            calibration=calibration,
         )
         path = run.execute()
     return judge_and_report(path, arguments.locale, console)

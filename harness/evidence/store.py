@@ -15,7 +15,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -232,11 +232,18 @@ class RunWriter:
         """A writer for the trial's directory."""
         return TrialWriter(self.path / "trials" / facts.id, facts)
 
-    def seal(self, *, ended: str, stopped: str | None, cause: StopCause | None = None) -> None:
+    def seal(
+        self,
+        *,
+        ended: str,
+        stopped: str | None,
+        cause: StopCause | None = None,
+        looks: Sequence[Any] = (),
+    ) -> None:
         """Seals the run.
 
         ``stopped``: why it ended before its plan, in words; None when it did all of it. ``cause``:
-        the same as a name, which the judge goes by.
+        the same as a name, which the judge goes by. ``looks``: what each look of the plan led to.
         """
         trials = {}
         for path in sorted((self.path / "trials").iterdir()):
@@ -249,6 +256,7 @@ class RunWriter:
             "ended": ended,
             "stopped": stopped,
             **({} if cause is None else {"cause": cause.value}),
+            "looks": list(looks),
         }
         write_atomic(self.path / "seal.json", canonical_json(content))
 

@@ -179,7 +179,8 @@ def _interval(
 ) -> tuple[Verdict, tuple[Reason, ...]]:
     """``stop_high``: the upper limit that a STOP rests on."""
     text = (
-        f"estimate {value:.4g}, interval {measurement.low} to {measurement.high}; "
+        f"estimate {value:.4g}, interval {measurement.low} to {measurement.high} over "
+        f"{measurement.n} repetitions, which vary by {_spread(measurement)}; "
         f"target {bound.target:g}, floor {bound.floor}"
     )
     if math.isinf(value):
@@ -192,6 +193,14 @@ def _interval(
     if stop_high < bound.target:
         return Verdict.STOP, (_reason(ReasonCode.BELOW_TARGET, text, measurement),)
     return Verdict.INCONCLUSIVE, (_reason(ReasonCode.UNDECIDED, text, measurement),)
+
+
+def _spread(measurement: Measurement) -> str:
+    """How far the repetitions lie apart: largest over smallest ratio."""
+    recorded = measurement.detail["ratios"][: measurement.n]
+    ratios = [math.inf if ratio == "inf" else float(ratio) for ratio in recorded]
+    spread = math.inf if math.inf in ratios else max(ratios) / min(ratios)
+    return f"a factor of {spread:.3g}"
 
 
 def _by_looks(

@@ -142,10 +142,17 @@ def plan_power(plan: Plan, noise: float, *, trials: int = _PLAN_TRIALS) -> PlanP
                     reduction,
                     simulate(spec, bound, looks, reduction=reduction, noise=noise, trials=trials),
                 )
-                for reduction in REDUCTIONS
+                for reduction in _reductions(bound)
             ]
             return PlanPower(spec.id, looks, noise, tuple(rows))
     return None
+
+
+def _reductions(bound: Bound) -> tuple[float, ...]:
+    """True reductions to simulate: where floor and target were agreed for, else a factor around."""
+    if bound.floor is not None:
+        return REDUCTIONS
+    return tuple(1 - (1 - bound.target) * factor for factor in (2.0, 1.5, 1.0, 0.75, 0.5))
 
 
 def power_lines(plan: Plan, noise: float = ASSUMED_NOISE, *, origin: str = "assumed") -> list[str]:
@@ -165,9 +172,9 @@ def power_lines(plan: Plan, noise: float = ASSUMED_NOISE, *, origin: str = "assu
     ]
     if not power.can_decide:
         lines.append(
-            f"this plan cannot decide: P(STOP) at {CLEARLY_BAD:.0%} is {power.stop_power:.0%} and "
-            f"P(PASS) at {CLEARLY_GOOD:.0%} is {power.pass_power:.0%}; needed: {POWER_MIN:.0%} "
-            "each. Plan more repetitions, or reduce the noise."
+            f"this plan cannot decide: P(STOP) at {power.rows[0][0]:.0%} is {power.stop_power:.0%} "
+            f"and P(PASS) at {power.rows[-1][0]:.0%} is {power.pass_power:.0%}; needed: "
+            f"{POWER_MIN:.0%} each. Plan more repetitions, or reduce the noise."
         )
     return lines
 

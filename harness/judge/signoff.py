@@ -30,6 +30,7 @@ from harness.judge.validity import (
     invalid_trials,
     is_declared,
     pair_name,
+    speed_checks,
     trial_checks,
 )
 from harness.records import Outcome, ServerFacts, StopCause, digest
@@ -78,6 +79,7 @@ def judge_run(
         else [
             *trial_checks(trials, plan.profile.validity),
             *arm_checks(plan, servers, pairs),
+            *speed_checks(trials, pairs, plan.profile.validity.speed_ratio_max),
         ]
     )
     run = RunNumbers(tuple(trials), _valid(trials, checks))
@@ -174,6 +176,36 @@ def judge_arrival(plan: Plan, trials: Sequence[TrialNumbers]) -> list[CriterionR
         for arm in _candidates(plan, spec)
         if arm in seen
     ]
+
+
+def undecided(plan: Plan, trials: Sequence[TrialNumbers]) -> list[str]:
+    """Criteria that another look could still decide, by the trials so far.
+
+    A run with ``restart = "look"`` goes on for these alone. What a failed check blocks, more
+    repetitions do not mend.
+    """
+    pairs = list(_pairs(plan))
+    checks = [
+        *trial_checks(trials, plan.profile.validity),
+        *arm_checks(plan, _servers(trials), pairs),
+        *speed_checks(trials, pairs, plan.profile.validity.speed_ratio_max),
+    ]
+    run = RunNumbers(tuple(trials), _valid(trials, checks))
+    open_codes = {ReasonCode.UNDECIDED, ReasonCode.TOO_FEW_REPETITIONS}
+    found = []
+    for spec in plan.profile.criteria.values():
+        if spec.decide != "interval" or spec.gate not in plan.gates:
+            continue
+        levels = plan.campaign.cold_recovery.levels if spec.per_level else [None]
+        for arm in _candidates(plan, spec):
+            results = [_result(plan, spec, run, arm, level, checks) for level in levels]
+            found += [
+                result.id
+                for result in results
+                if result.verdict is Verdict.INCONCLUSIVE
+                and {reason.code for reason in result.reasons} <= open_codes
+            ]
+    return found
 
 
 def criterion_ids(plan: Plan, gate: str) -> list[str]:
@@ -300,7 +332,11 @@ def _incomplete(plan: Plan, gate: str, run: RunNumbers, ended: Reason | None) ->
     if plan.campaign.is_imported:
         return  # a table has the rows it has; a criterion whose row is missing has no measurement
     present = {n.id for n in run.trials}
-    missing = [f.id for f in plan.trials() if f.gate == gate and f.id not in present]
+    # A round that was not begun is a look that was not needed, or one there was no time for: what
+    # it would have decided is then undecided by itself.
+    begun = {n for n, trials in plan.trials_by_round.items() if present & {f.id for f in trials}}
+    needed = [f for n in sorted({1} | begun) for f in plan.trials_by_round[n]]
+    missing = [f.id for f in needed if f.gate == gate and f.id not in present]
     if missing:
         text = f"{len(missing)} planned trials are missing, the first is {missing[0]}"
         yield Reason(ReasonCode.GATE_NOT_REACHED, text)

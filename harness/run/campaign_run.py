@@ -25,7 +25,7 @@ from harness import interrupts
 from harness.analysis.numbers import measure_run
 from harness.campaign import arms
 from harness.campaign.estimates import MIB, trial_bytes
-from harness.campaign.plan import Plan
+from harness.campaign.plan import Plan, Round
 from harness.campaign.sections import Arm
 from harness.errors import HarnessError, PlanError, ServerError, StorageError
 from harness.evidence.store import (
@@ -40,6 +40,7 @@ from harness.load.driver import LoadClient
 from harness.records import Event, ServerFacts, StopCause, TrialFacts
 from harness.run.doctor import foreign_server
 from harness.run.endings import cause_of
+from harness.run.judging import still_undecided
 from harness.run.ownership import SCRATCH, DeadRun, RunOwner, dead_runs
 from harness.run.trial import TrialContext, run_trial, trial_figures
 from harness.server.external import ExternalServer
@@ -49,6 +50,8 @@ from harness.verdicts import Verdict
 HARNESS_DIED = "harness died"
 # The end of a server's log that is kept for a trial whose harness died.
 _LOG_TAIL_BYTES = MIB
+# The next round takes about as long as the one before it, on a machine that is not always as fast.
+_ROUND_TIME_MARGIN = 1.2
 
 
 class Observer(Protocol):
@@ -70,13 +73,22 @@ class Observer(Protocol):
 class CampaignRun:
     """One execution of a plan. ``execute`` returns the sealed run directory, whatever happened.
 
+    ``calibration``: what the plan's sizes rest on, for its record.
     Raises PlanError when the run directory cannot be made.
     """
 
     def __init__(
-        self, plan: Plan, *, runs_root: Path, home: Path, model_dir: Path, observer: Observer
+        self,
+        plan: Plan,
+        *,
+        runs_root: Path,
+        home: Path,
+        model_dir: Path,
+        observer: Observer,
+        calibration: dict[str, Any] | None = None,
     ) -> None:
         self.plan = plan
+        self.calibration = calibration
         self.home = home
         self.model_dir = model_dir
         self.observer = observer
@@ -93,6 +105,8 @@ class CampaignRun:
             ) from error
         self.stopped: str | None = None
         self.cause: StopCause | None = None
+        self.looks: list[dict[str, Any]] = []
+        self._started = time.monotonic()
         self._owner: RunOwner | None = None
 
     @property
@@ -110,11 +124,59 @@ class CampaignRun:
         trials = list(self.plan.trials())
         with interrupts.handled(), self._prepared(trials):
             self.observer.run_started(self.writer.path, trials)
-            for arm in self.plan.campaign.arms.values():
-                self._run_arm(arm, [facts for facts in trials if facts.arm == arm.name])
-                if self.stopped is not None:
+            if len(self.plan.rounds) > 1:
+                first = len(self.plan.trials_by_round[1])
+                self.observer.note(
+                    f"{first} trials decide at {self.plan.rounds[0].repetitions[-1]} repetitions; "
+                    f"the other {len(trials) - first} follow only for what is then undecided"
+                )
+            for one in self.plan.rounds:
+                started = time.monotonic()
+                self._run_round(one)
+                if self.stopped is not None or not self._goes_on(one, started):
                     break
         return self.writer.path
+
+    def _run_round(self, one: Round) -> None:
+        trials = self.plan.trials_by_round[one.number]
+        for name in one.arms:
+            arm = self.plan.campaign.arms[name]
+            self._run_arm(arm, [facts for facts in trials if facts.arm == name])
+            if self.stopped is not None:
+                return
+
+    def _goes_on(self, one: Round, started: float) -> bool:
+        """Whether the next look of the plan is taken; records why.
+
+        The looks are fixed in the plan. All that is decided here is whether to stop at this one:
+        when the judge finds nothing that more repetitions could decide, or when there is no time.
+        """
+        if one.number == len(self.plan.rounds) == 1:
+            return False
+        now = time.monotonic()
+        taken_s, elapsed_s = now - started, now - self._started
+        budget_s = self.plan.campaign.cold_recovery.time_budget_s
+        left = still_undecided(self.plan, self.writer.path)
+        ahead = self.plan.rounds[one.number :]
+        if not left:
+            then = "ended: nothing is left that more repetitions could decide"
+        elif not ahead:
+            then = "ended: this was the last look"
+        elif budget_s is not None and elapsed_s + _ROUND_TIME_MARGIN * taken_s > budget_s:
+            then = f"ended: another round does not fit the time budget of {budget_s:g} s"
+        else:
+            then = f"went on to the look at {ahead[0].repetitions[-1]} repetitions"
+        self.looks.append(
+            {
+                "repetitions": one.repetitions[-1],
+                "undecided": left,
+                "elapsed_s": round(elapsed_s, 1),
+                "then": then,
+            }
+        )
+        names = f"; undecided: {', '.join(left)}" if left else ""
+        self.observer.note(f"look at {one.repetitions[-1]} repetitions{names}; {then}")
+        return then.startswith("went on")
 
     @contextmanager
     def _prepared(self, trials: Sequence[TrialFacts]) -> Iterator[None]:
@@ -175,7 +237,7 @@ class CampaignRun:
         logs = {arm: self._log_tail(arm) for arm in self.plan.campaign.arms}
         self.owner.clear_scratch()  # the ballast as well
         try:
-            seal_run(self.writer, self.stopped, self.cause, logs.__getitem__)
+            seal_run(self.writer, self.stopped, self.cause, logs.__getitem__, looks=self.looks)
         except OSError as error:
             self.owner.close()
             raise StorageError(
@@ -199,11 +261,13 @@ class CampaignRun:
             | {"working_set_ratio": self.plan.sizes.working_set_ratio},
             "model": {"config": self.plan.model_config},
             "trials": [facts.id for facts in trials],
+            **({"calibration": self.calibration} if self.calibration else {}),
         }
 
     def _run_arm(self, arm: Arm, trials: Sequence[TrialFacts]) -> None:
         self.observer.arm_started(arm)
         scratch = self.writer.scratch / arm.name
+        shutil.rmtree(scratch, ignore_errors=True)  # of an earlier round
         scratch.mkdir()
         tier_dir = self._tier_directory(arm, scratch)
         server = self._server(arm, scratch, tier_dir)
@@ -420,13 +484,15 @@ def seal_run(
     stopped: str | None,
     cause: StopCause | None,
     log_of: Callable[[str], str],
+    *,
+    looks: Sequence[dict[str, Any]] = (),
 ) -> list[str]:
     """Seals a run, its open trials first; returns their ids. Raises OSError."""
     opened = writer.seal_open_trials(
         stopped or "ended early", cause or StopCause.HARNESS_FAILED, log_of
     )
     ended = datetime.now(UTC).isoformat(timespec="seconds")
-    writer.seal(ended=ended, stopped=stopped, cause=cause)
+    writer.seal(ended=ended, stopped=stopped, cause=cause, looks=looks)
     return opened
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from harness.analysis.numbers import measure_run
+from harness.campaign.plan import Plan
 from harness.errors import DigestMismatch, EvidenceError, PlanError, Unsealed
-from harness.evidence.store import open_run
-from harness.judge.signoff import judge_run, unjudgeable
-from harness.records import RecordError
+from harness.evidence.store import TrialEvidence, open_run
+from harness.judge.signoff import judge_run, undecided, unjudgeable
+from harness.records import RecordError, TrialFacts, parse_json
 from harness.run.checking import check_run
 from harness.verdicts import ReasonCode, SignOff
 
@@ -51,6 +52,17 @@ def judge_directory(path: Path) -> SignOff:
     ) as error:
         text = f"{type(error).__name__}: {error}"
         return _unjudgeable(path, ReasonCode.JUDGE_FAILED, [text])
+
+
+def still_undecided(plan: Plan, path: Path) -> list[str]:
+    """Criteria of a run under way that its next look could decide. Digests are not verified."""
+    facts = [
+        (trial, TrialFacts.from_json(parse_json((trial / "trial.json").read_text("utf-8"))))
+        for trial in (path / "trials").iterdir()
+        if (trial / "manifest.json").is_file()
+    ]
+    facts.sort(key=lambda item: item[1].index)
+    return undecided(plan, measure_run([TrialEvidence(*item) for item in facts]))
 
 
 def _unjudgeable(path: Path, code: ReasonCode, problems: list[str]) -> SignOff:

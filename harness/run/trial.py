@@ -284,6 +284,7 @@ def workload_parameters(plan: Plan) -> cold_recovery.Parameters:
         oracle_sessions=work.oracle_sessions,
         steady_cycles=work.steady_cycles,
         fits_sessions=work.fits_sessions,
+        round_ends=plan.round_ends,
     )
 
 
@@ -376,7 +377,8 @@ def populate(context: TrialContext) -> None:
     """Warms up, then asks every session once, one by one; the HBM arm also makes the reference."""
     parameters = context.parameters
     context.send(cold_recovery.warm_up(parameters))
-    sessions = list(range(parameters.sessions))
+    number = context.writer.facts.repetition
+    sessions = list(cold_recovery.populated_sessions(parameters, number))
     if context.arm.role != "hbm_only":
         context.send(cold_recovery.sequence(parameters, "populate", sessions))
         if context.arm.role == "tiered":
@@ -385,7 +387,7 @@ def populate(context: TrialContext) -> None:
     # The exact reference of the oracles: each session asked again at once, answered from the
     # device cache, on a server without a connector. Asked twice: a reference that differs from
     # itself is none.
-    order = [*sessions, cold_recovery.CONTROL_SESSION]
+    order = [*sessions, *([cold_recovery.CONTROL_SESSION] if number == 1 else [])]
     thrice = [session for session in order for _ in range(3)]
     context.send(cold_recovery.sequence(parameters, "populate", thrice))
 

@@ -95,6 +95,48 @@ def test_trials_run_arm_by_arm_in_the_order_of_the_file(tmp_path: Path) -> None:
     ]
 
 
+ROUNDS = (("repetitions = 3", 'repetitions = 6\nrestart = "look"'),)
+
+
+def test_each_look_is_a_round_with_the_arms_in_the_other_order(tmp_path: Path) -> None:
+    path = tmp_path / "campaign.toml"
+    path.write_text(edited(*ROUNDS), encoding="utf-8")
+    plan = plan_of(path)
+    assert [(one.number, one.arms, list(one.repetitions)) for one in plan.rounds] == [
+        (1, ("tiered_disk", "hbm_only", "recompute"), [1, 2, 3]),
+        (2, ("recompute", "hbm_only", "tiered_disk"), [4, 5, 6]),
+    ]
+    second = [trial.id for trial in plan.trials_by_round[2]]
+    # Three arms of 1 arrival, 1 populate, 6 waves, 1 steady window, and oracle and control cell.
+    first_index = 3 * 9 + 2
+    waves = [
+        f"cold_recovery-c{level}-r{repetition}" for level in (1, 2) for repetition in (4, 5, 6)
+    ]
+    assert second == [
+        f"{first_index + index:02d}-{name}"
+        for index, name in enumerate(
+            f"{arm}-{workload}"
+            for arm in ("recompute", "hbm_only", "tiered_disk")
+            for workload in ("populate-c1-r2", *waves)
+        )
+    ]
+    assert [trial.id for trial in plan.trials()][first_index:] == second
+
+
+def test_g1_alone_has_one_round(tmp_path: Path) -> None:
+    path = tmp_path / "campaign.toml"
+    path.write_text(edited(*ROUNDS), encoding="utf-8")
+    plan = plan_of(path, gates=["g1"])
+    assert [one.number for one in plan.rounds] == [1]
+    assert {trial.workload for trial in plan.trials()} == {"arrival"}
+
+
+def test_a_time_budget_needs_rounds(tmp_path: Path) -> None:
+    text = edited(("repetitions = 3", "repetitions = 3\ntime_budget_s = 60.0"))
+    (problem,) = problems_of(tmp_path, text)
+    assert problem.endswith("time_budget_s: allowed with restart = 'look' only")
+
+
 def test_a_gate_can_be_chosen(tmp_path: Path) -> None:
     path = tmp_path / "campaign.toml"
     path.write_text(SMALL_CAMPAIGN, encoding="utf-8")
@@ -224,7 +266,7 @@ BAD: list[tuple[str, list[tuple[str, str]], list[str]]] = [
     (
         "too few repetitions for the profile",
         [("repetitions = 3", "repetitions = 2")],
-        ["cold_recovery.repetitions", "found 2", "at least 3"],
+        ["cold_recovery.repetitions", "found 2", "a look of profile cpu-demo: 3, 6"],
     ),
     (
         "fewer sessions than a level reads",

@@ -9,6 +9,8 @@ import pytest
 
 from harness.analysis.measures import compared
 from harness.campaign.criteria import CriterionSpec
+from harness.campaign.plan import Plan
+from harness.campaign.reading import parse_criteria
 from harness.evidence.exports import junit_xml
 from harness.judge.decide import applied, decide, with_required
 from harness.records import RequestRecord, TrialFacts
@@ -22,7 +24,7 @@ from harness.verdicts import (
     Unit,
     Verdict,
 )
-from tests.sealed_runs import Doctor, build_run, replace_record
+from tests.sealed_runs import Doctor, build_run, demo_plan, replace_record
 
 CRITERION = "ttft_reduction_vs_recompute[tiered_disk-c1]"
 
@@ -125,9 +127,23 @@ def test_repetition_numbers_are_those_of_the_trials() -> None:
     assert "repetition 3: 80 %" in found.reasons[0].text
 
 
+def large_effect_plan() -> Plan:
+    """The demo's plan with the rule and the target that its first criterion once had."""
+    plan = demo_plan()
+    before, name, after = plan.criteria_text.partition(
+        "[profiles.cpu-demo.criteria.ttft_reduction_vs_recompute]"
+    )
+    after = after.replace(
+        'target = 0.75\ndecide = "interval"', 'target = 0.80\ndecide = "large_effect"', 1
+    )
+    text = before + name + after
+    return dataclasses.replace(plan, criteria_text=text, profile=parse_criteria(text, "cpu-demo"))
+
+
 def test_value_above_the_target_but_one_repetition_short_shows_why(tmp_path: Path) -> None:
     """The example of issue 19: 91 % against a target of 80 % is INCONCLUSIVE, and says why."""
-    result = _result(build_run(tmp_path, _late(repetition=2, ttft_s=0.214)))
+    doctor = _late(repetition=2, ttft_s=0.214)
+    result = _result(build_run(tmp_path, doctor, large_effect_plan()))
     assert result.verdict is Verdict.INCONCLUSIVE
     assert isinstance(result.measurement.value, float)
     assert result.measurement.value > result.bound.target
@@ -138,18 +154,19 @@ def test_value_above_the_target_but_one_repetition_short_shows_why(tmp_path: Pat
 
 
 def test_junit_holds_the_applied_bound_and_the_repetition(tmp_path: Path) -> None:
-    signoff = judge_directory(build_run(tmp_path, _late(repetition=2, ttft_s=0.214)))
+    doctor = _late(repetition=2, ttft_s=0.214)
+    signoff = judge_directory(build_run(tmp_path, doctor, large_effect_plan()))
     xml = junit_xml(signoff)
     assert 'name="bound" value="&gt;= 0.9 in every repetition (target 0.8)"' in xml
     assert '<property name="missed" value="2" />' in xml
 
 
 def test_both_sides_are_kept_for_the_reports_sentences(tmp_path: Path) -> None:
-    """0.08 s against 2 s: 25 times sooner; 90 % of it must be gone, so 0.2 s is the edge."""
+    """0.08 s against 2 s: 25 times sooner; 75 % of it must be gone, so 0.5 s is the edge."""
     both = _result(build_run(tmp_path)).measurement.compared
     assert both is not None
     assert (both.candidate, both.baseline, both.ratio, both.inverse) == (0.08, 2.0, 0.04, 25.0)
-    assert (both.unit, both.required) == (Unit.SECONDS, 0.2)
+    assert (both.unit, both.required) == (Unit.SECONDS, 0.5)
 
 
 def test_sides_are_geometric_means_so_that_their_ratio_is_the_effect() -> None:

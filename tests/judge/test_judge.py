@@ -152,22 +152,29 @@ def test_value_of_a_reduction_is_worked_by_hand(tmp_path: Path) -> None:
 
 # --- each way of being fooled -------------------------------------------------
 
+
+def unsteady(arm: str, factors: tuple[float, ...]) -> Doctor:
+    """As `slower`, by another factor in each repetition."""
+    hooks = [slower(arm, factor).record for factor in factors]
+    return Doctor(record=lambda facts, found: hooks[facts.repetition - 1](facts, found))
+
+
 CASES: list[tuple[str, Doctor, Verdict, ReasonCode]] = [
     (
         "another session's KV: fluent output of a different session",
-        records({"token_ids": tuple(range(100, 108))}, session=1),
+        records({"token_ids": tuple(range(100, 116))}, session=1),
         STOP,
         ReasonCode.OUTPUT_DIFFERS,
     ),
     (
         "one zeroed block: same tokens, one log probability moved in its last digits",
-        records({"logprobs": (-0.5000001,) * 8}, session=0),
+        records({"logprobs": (-0.5000001,) * 16}, session=0),
         STOP,
         ReasonCode.OUTPUT_DIFFERS,
     ),
     (
         "wrong KV after a loaded restore only",
-        records({"token_ids": tuple(range(200, 208))}, phase="reask", session=10),
+        records({"token_ids": tuple(range(200, 216))}, phase="reask", session=10),
         STOP,
         ReasonCode.OUTPUT_DIFFERS,
     ),
@@ -193,7 +200,7 @@ CASES: list[tuple[str, Doctor, Verdict, ReasonCode]] = [
         "a reference that differs from its own repeat",
         Doctor(
             record=lambda f, r: (
-                replace_record(r, logprobs=(-9.0,) * 8)
+                replace_record(r, logprobs=(-9.0,) * 16)
                 if f.arm == "hbm_only" and r.phase == "populate" and r.seq == 2
                 else r
             )
@@ -367,9 +374,9 @@ CASES: list[tuple[str, Doctor, Verdict, ReasonCode]] = [
     ),
     (
         "candidate near the target",
-        slower("tiered_disk", 5.0),
+        unsteady("tiered_disk", (5.0, 6.25, 7.0)),
         INCONCLUSIVE,
-        ReasonCode.REPETITION_MISSED,
+        ReasonCode.UNDECIDED,
     ),
     (
         "missing repetition",
@@ -440,7 +447,7 @@ def test_interrupted_run_never_passes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stopped", [None, "interrupted by the operator"])
 def test_run_without_its_last_trial_never_passes(tmp_path: Path, stopped: str | None) -> None:
-    last = len(list(demo_plan().trials())) - 1
+    last = len(demo_plan().trials_by_round[1]) - 1
     signoff = judge(tmp_path, Doctor(skip=lambda f: f.index == last, stopped=stopped))
     assert verdict_of(signoff, "g3") is INCONCLUSIVE
     assert ReasonCode.GATE_NOT_REACHED in reason_codes(signoff)
@@ -482,9 +489,9 @@ def test_overridden_target_is_used_and_shown(tmp_path: Path) -> None:
     result = next(
         c for c in signoff.gates[1].criteria if c.criterion == "ttft_reduction_vs_recompute"
     )
-    assert (result.bound.target, result.bound.default_target) == (0.999, 0.8)
+    assert (result.bound.target, result.bound.default_target) == (0.999, 0.75)
     assert result.verdict is STOP
-    assert signoff.overrides == ("ttft_reduction_vs_recompute: target 0.8 overridden by 0.999",)
+    assert signoff.overrides == ("ttft_reduction_vs_recompute: target 0.75 overridden by 0.999",)
 
 
 def test_verdict_file_holds_no_nan_and_no_negative_zero(tmp_path: Path) -> None:

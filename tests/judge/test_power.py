@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -204,7 +205,7 @@ def test_the_looks_of_a_plan_are_those_it_reaches() -> None:
     assert plan.looks == (6,)
     more = PRODUCTION.replace("repetitions = 6", "repetitions = 12")
     assert demo_plan(more.replace("\nsessions = 12\n", "\nsessions = 24\n")).looks == (6, 12)
-    assert demo_plan(SMALL_CAMPAIGN).looks == ()
+    assert demo_plan(SMALL_CAMPAIGN).looks == (3,)
 
 
 def test_a_plan_that_ends_between_looks_is_refused() -> None:
@@ -301,8 +302,24 @@ def test_a_plan_says_whether_it_can_decide() -> None:
 
 
 def test_a_profile_that_decides_otherwise_has_no_power_of_this_kind() -> None:
-    assert plan_power(demo_plan(), 0.05) is None
-    assert power_lines(demo_plan()) == []
+    plan = demo_plan()
+    other = {
+        name: spec.model_copy(update={"decide": "large_effect"})
+        for name, spec in plan.profile.criteria.items()
+    }
+    profile = plan.profile.model_copy(update={"criteria": other})
+    plan = dataclasses.replace(plan, profile=profile)
+    assert plan_power(plan, 0.05) is None
+    assert power_lines(plan) == []
+
+
+@pytest.mark.parametrize("noise", [0.05, 0.15])
+def test_the_demo_decides_an_effect_of_a_factor_around_its_target(noise: float) -> None:
+    # Target 75 %, a ratio of 0.25: twice, one and a half times, once, 3/4 and half of it.
+    power = plan_power(demo_plan(), noise, trials=300)
+    assert power is not None
+    assert [reduction for reduction, _rates in power.rows] == [0.5, 0.625, 0.75, 0.8125, 0.875]
+    assert power.can_decide
 
 
 def cell(*values: float | str, workload: str = "cold_recovery") -> Cell:

@@ -18,6 +18,7 @@ from workloads.cold_recovery import (
     WARM_UP_SESSION,
     Parameters,
     oracle_sessions,
+    populated_sessions,
     sequence,
     steady,
     warm_up,
@@ -49,6 +50,30 @@ def test_waves_read_the_sessions_in_one_cyclic_order() -> None:
         for session in wave_sessions(DEMO, level, repetition)
     ]
     assert order == [i % 16 for i in range(21)]
+
+
+def test_a_second_round_reads_in_the_same_order_and_shares_no_session() -> None:
+    rounds = dataclasses.replace(DEMO, repetitions=6, round_ends=(3, 6))
+    assert list(populated_sessions(rounds, 2)) == list(range(16, 32))
+    for level in DEMO.levels:
+        for repetition in (1, 2, 3):
+            first = wave_sessions(DEMO, level, repetition)
+            assert wave_sessions(rounds, level, repetition) == first
+            assert wave_sessions(rounds, level, repetition + 3) == [16 + s for s in first]
+    # What follows the waves follows those of the first round.
+    assert oracle_sessions(rounds) == oracle_sessions(DEMO)
+    assert steady(rounds) == steady(DEMO)
+
+
+def test_rounds_may_differ_in_length() -> None:
+    rounds = dataclasses.replace(DEMO, levels=(1, 2), repetitions=3, round_ends=(1, 3))
+    order = [wave_sessions(rounds, level, r) for level in (1, 2) for r in (2, 3)]
+    assert order == [[16], [17], [18, 19], [20, 21]]
+
+
+def test_a_repetition_beyond_the_rounds_is_refused() -> None:
+    with pytest.raises(ValueError, match="repetition 4 is not one of 3"):
+        wave_sessions(DEMO, 1, 4)
 
 
 def test_each_level_and_repetition_has_its_sessions() -> None:

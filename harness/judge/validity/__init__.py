@@ -1,7 +1,8 @@
 """Is a trial's evidence good enough to count? Named checks, none of which looks at the candidate's
 latency (docs/protocol.md, section 4). Pure.
 
-`requests`: every measured trial; `cold`: by the arm's role; `pairs`: two arms.
+`requests`: every measured trial; `cold`: by the arm's role; `pairs`: two arms; `speed`: the machine
+under two arms.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from harness.judge.validity.pairs import (
     pair_name,
 )
 from harness.judge.validity.requests import REQUEST_CHECKS, warmth
+from harness.judge.validity.speed import speed_checks
 from harness.verdicts import Check
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "invalid_trials",
     "is_declared",
     "pair_name",
+    "speed_checks",
     "trial_checks",
 ]
 
@@ -56,7 +59,7 @@ def imported_checks() -> list[Check]:
     """Every check by name, not applicable: a table of figures holds nothing to check."""
     names = [check.__name__ for check in REQUEST_CHECKS]
     names += [check.__name__ for checks in CHECKS_BY_ROLE.values() for check in checks]
-    names += ["warm", "declared_differences", "equal_compute", "equal_capacity"]
+    names += ["warm", "declared_differences", "equal_compute", "equal_capacity", "equal_speed"]
     return [
         Check(
             name=name,
