@@ -2,7 +2,7 @@
 
 A contrast between recomputing and restoring depends on the machine: a fast processor makes the one
 cheap, a slow disk the other dear. Calibrated sizes make the same plan show the same thing on both
-(docs/adr/0019-a-demo-that-decides.md).
+(docs/adr/0020-a-demo-that-decides.md).
 """
 
 from __future__ import annotations

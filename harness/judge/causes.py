@@ -79,6 +79,7 @@ ORDER: tuple[ReasonCode, ...] = (
     _C.KV_SIZE_DIFFERS,
     _C.UNDECLARED_DIFFERENCE,
     _C.UNEQUAL_COMPUTE,
+    _C.UNEQUAL_SPEED,
     _C.UNEQUAL_CAPACITY,
     _C.EFFECTIVE_UNKNOWN,
     _C.NOT_COLD,
@@ -169,6 +170,7 @@ FOLLOWS: Mapping[ReasonCode, frozenset[ReasonCode]] = {
         (
             _C.UNDECLARED_DIFFERENCE,
             _C.UNEQUAL_COMPUTE,
+            _C.UNEQUAL_SPEED,
             _C.UNEQUAL_CAPACITY,
             _C.EFFECTIVE_UNKNOWN,
         ),

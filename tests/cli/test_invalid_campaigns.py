@@ -126,7 +126,7 @@ LATER: list[tuple[str, list[tuple[str, str]], str]] = [
         [("repetitions = 3", "repetition = 3")],
         ":48: cold_recovery.repetition: found 3, an unknown key; allowed: fits_sessions, levels, "
         "oracle_sessions, output_tokens, prompt_tokens, repetitions, restart, sessions, "
-        "steady_cycles; did you mean 'repetitions'?",
+        "steady_cycles, time_budget_s; did you mean 'repetitions'?",
     ),
     (
         "a misspelt profile",

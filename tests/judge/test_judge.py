@@ -188,7 +188,7 @@ CASES: list[tuple[str, Doctor, Verdict, ReasonCode]] = [
         "a planted fault that the oracle does not see",
         Doctor(
             record=lambda f, r: (
-                replace_record(r, token_ids=tuple((r.session + i) % 512 for i in range(8)))
+                replace_record(r, token_ids=tuple((r.session + i) % 512 for i in range(16)))
                 if r.phase == "control_zeroed_layer"
                 else r
             )
